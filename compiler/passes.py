@@ -1,0 +1,45 @@
+"""The passes, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tileweave.compiler.config import Config
+from tileweave.compiler.graph import Graph, build_graph
+from tileweave.compiler.program import Program
+from tileweave.compiler.regions import Regions, Routing, bind, regions
+from tileweave.compiler.schedule import Queues, Schedule, build_queues, build_schedule, check_progress
+from tileweave.compiler.trace import Kernel, trace
+from tileweave.compiler.verify import verify
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the passes find for one routing."""
+
+    regions: Regions
+    graph: Graph
+    queues: Queues
+
+
+def compile_program(kernel: Kernel, specs: tuple[object, ...], world_size: int, config: Config) -> tuple[Program, Schedule]:
+    """The passes that need no routing: trace → verify → schedule keys."""
+    program = trace(kernel, specs, world_size, config.tunables)
+    verify(program)
+    return program, build_schedule(program, config)
+
+
+def analyse(program: Program, schedule: Schedule, arguments: Sequence[Mapping[str, Any]] | Routing) -> Analysis:
+    """The passes over real tiles: regions → graph (with signals matched) → queues, checked for progress.
+
+    Raises:
+        BoundsError, SignalMismatchError, DeadlockError: with the tiles at fault.
+    """
+    routing = arguments if isinstance(arguments, Routing) else bind(program, arguments)
+    tiles = regions(program, routing)
+    graph = build_graph(tiles)
+    queues = build_queues(schedule, tiles)
+    check_progress(graph, queues)
+    return Analysis(tiles, graph, queues)

@@ -1,0 +1,237 @@
+"""Pass 5, schedule: who runs which tile, and in what order.
+
+A schedule is a value; each verb below returns a new one.  It holds no tiles: its sort
+keys are scalar expressions, evaluated here with NumPy for printing and checking, and in
+the emitted code at launch, so that what is checked is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from tileweave.compiler.config import Config, QueueKind
+from tileweave.compiler.graph import Graph
+from tileweave.compiler.order import Key, keys_of
+from tileweave.compiler.program import Program
+from tileweave.compiler.regions import Regions
+from tileweave.errors import DeadlockError
+from tileweave.primitives.expr import IntArray, evaluate
+from tileweave.primitives.ops import ROLES, Role
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A queue: the roles whose tiles it holds and the workers that serve it."""
+
+    name: str
+    roles: tuple[Role, ...]
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Lanes, the kind of their queues, and a sort key for each task (`order` names where the keys come from)."""
+
+    lanes: tuple[Lane, ...]
+    queue: QueueKind
+    order: str
+    keys: tuple[Key, ...]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all lanes."""
+        return sum(len(lane.workers) for lane in self.lanes)
+
+    def lane_of(self, role: Role) -> int:
+        """Index of the lane that runs `role`."""
+        return next(n for n, lane in enumerate(self.lanes) if role in lane.roles)
+
+
+def initial_schedule(program: Program) -> Schedule:
+    """One worker, one static queue, program order."""
+    return Schedule((Lane("all", ROLES, (0,)),), "static", "program", keys_of(program, "program"))
+
+
+def reorder(schedule: Schedule, program: Program, order: str) -> Schedule:
+    """Sort each lane by another order.
+
+    Before: `dispatch[0] dispatch[1] gemm[0] gemm[1]` (program)
+    After:  `dispatch[0] gemm[0] dispatch[1] gemm[1]` (expert_ascending)
+    """
+    return replace(schedule, order=order, keys=keys_of(program, order))
+
+
+def with_workers(schedule: Schedule, workers: int) -> Schedule:
+    """Serve one common lane with `workers` workers.
+
+    Before: `lane all: workers 0`
+    After:  `lane all: workers 0 1 2`
+    """
+    return replace(schedule, lanes=(Lane("all", ROLES, tuple(range(workers))),))
+
+
+def split_workers(schedule: Schedule, comm: int) -> Schedule:
+    """Give communication its own lane with the first `comm` workers; 0 leaves the schedule as it is.
+
+    Before: `lane all: workers 0 1 2`
+    After:  `lane comm: workers 0` and `lane compute: workers 1 2`
+    """
+    if comm == 0:
+        return schedule
+    every = tuple(w for lane in schedule.lanes for w in lane.workers)
+    lanes = (Lane("comm", ("comm", "relay"), every[:comm]), Lane("compute", ("compute", "reduce"), every[comm:]))
+    return replace(schedule, lanes=lanes)
+
+
+def with_queue(schedule: Schedule, queue: QueueKind) -> Schedule:
+    """Take tiles from a static queue a worker, or from one atomic counter a lane.
+
+    Before: `static: worker 0: a c, worker 1: b d`
+    After:  `dynamic: workers 0 1: a b c d`
+    """
+    return replace(schedule, queue=queue)
+
+
+def build_schedule(program: Program, config: Config) -> Schedule:
+    """The schedule that `config` asks for."""
+    schedule = reorder(initial_schedule(program), program, config.order)
+    schedule = split_workers(with_workers(schedule, config.workers), config.comm_workers)
+    return with_queue(schedule, config.queue)
+
+
+@dataclass(frozen=True)
+class Queues:
+    """A schedule's tiles for one routing: `lanes[rank][lane]` lists tile numbers in order."""
+
+    schedule: Schedule
+    regions: Regions
+    lanes: tuple[tuple[IntArray, ...], ...]
+
+    def workers(self, rank: int) -> Iterator[tuple[int, IntArray]]:
+        """`(worker, its tiles)` of a static schedule; a dynamic one gives each lane's to its first worker."""
+        for lane, tiles in zip(self.schedule.lanes, self.lanes[rank], strict=True):
+            if self.schedule.queue == "dynamic":
+                yield lane.workers[0], tiles
+                continue
+            for place, worker in enumerate(lane.workers):
+                yield worker, tiles[place :: len(lane.workers)]
+
+    def __str__(self) -> str:
+        return print_queues(self)
+
+
+def build_queues(schedule: Schedule, regions: Regions) -> Queues:
+    """Evaluate the keys and sort every lane of every rank; equal keys keep declaration and grid order."""
+    columns = []
+    for column in range(len(schedule.keys[0])):
+        parts = [evaluate(schedule.keys[i.task][column], i.env) for i in regions.instances]
+        columns.append(np.concatenate(parts))
+    lane = np.concatenate(
+        [np.full(i.count, schedule.lane_of(regions.program.tasks[i.task].role)) for i in regions.instances]
+    )
+    rank = regions.tile_ranks()
+    tile = np.arange(regions.num_tiles, dtype=np.int64)
+    order = np.lexsort((tile, *reversed(columns), lane, rank))
+    slot = (rank * len(schedule.lanes) + lane)[order]
+    cuts = np.searchsorted(slot, np.arange(regions.program.world_size * len(schedule.lanes) + 1))
+    pieces = [tile[order][a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    width = len(schedule.lanes)
+    return Queues(
+        schedule, regions, tuple(tuple(pieces[r * width : (r + 1) * width]) for r in range(regions.program.world_size))
+    )
+
+
+def check_progress(graph: Graph, queues: Queues) -> None:
+    """Refuse a schedule that could hang.
+
+    The union of all dependences with the order of every lane must be acyclic.  Then some
+    tile can always run, whatever the number of workers that serve a lane: the first
+    unfinished tile in a topological order has been taken or is next in its lane, and all
+    that it waits for is done.
+
+    Raises:
+        DeadlockError: with one shortest cycle, tile by tile.
+    """
+    source, target = _queue_edges(graph, queues)
+    source = np.concatenate([graph.edges.source, source])
+    target = np.concatenate([graph.edges.target, target])
+    adjacency = coo_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(graph.num_nodes,) * 2).tocsr()
+    count, label = connected_components(adjacency, directed=True, connection="strong")
+    loops = np.flatnonzero(source == target)
+    if count == graph.num_nodes and not len(loops):
+        return
+    sizes = np.bincount(label)
+    inside = np.flatnonzero(label == int(np.argmax(sizes)))
+    cycle = _cycle(source, target, set(inside.tolist()))
+    lines = [f"    {graph.describe(node)}" for node in cycle if node < graph.num_segments]
+    program = graph.regions.program
+    first = next(node for node in cycle if node < graph.num_segments)
+    task = program.tasks[int(graph.regions.task_of(graph.segments.tile[first : first + 1])[0])]
+    raise DeadlockError(
+        f"kernel '{program.name}' can hang under order '{queues.schedule.order}': these tiles wait for each other in a "
+        "circle, by a dependence or because a lane runs them in this order:\n" + "\n".join([*lines, lines[0]]),
+        task.location,
+    )
+
+
+def _queue_edges(graph: Graph, queues: Queues) -> tuple[IntArray, IntArray]:
+    """The last segment of a tile before the first of the next tile in its lane."""
+    every = np.arange(queues.regions.num_tiles)
+    first = np.searchsorted(graph.segments.tile, every)
+    last = np.searchsorted(graph.segments.tile, every, side="right") - 1
+    lanes = [lane for rank in queues.lanes for lane in rank]
+    return (
+        np.concatenate([last[lane[:-1]] for lane in lanes]),
+        np.concatenate([first[lane[1:]] for lane in lanes]),
+    )
+
+
+def _cycle(source: IntArray, target: IntArray, inside: set[int]) -> list[int]:
+    """A shortest cycle through one node of a strongly connected set, by breadth-first search."""
+    following: dict[int, list[int]] = {}
+    for s, t in zip(source.tolist(), target.tolist(), strict=True):
+        if s in inside and t in inside:
+            following.setdefault(s, []).append(t)
+    start = min(inside)
+    parent: dict[int, int] = {}
+    frontier = [start]
+    while frontier and start not in parent:
+        nexts = []
+        for node in frontier:
+            for child in following.get(node, ()):
+                if child not in parent:
+                    parent[child] = node
+                    nexts.append(child)
+        frontier = nexts
+    cycle = [start]
+    while parent[cycle[-1]] != start:
+        cycle.append(parent[cycle[-1]])
+    return cycle[::-1]
+
+
+def print_schedule(schedule: Schedule, program: Program) -> str:
+    """Lanes and keys."""
+    lines = [f"schedule of {program.name}: order {schedule.order}, {schedule.queue} queues"]
+    for lane in schedule.lanes:
+        lines.append(f"  lane {lane.name}: roles {' '.join(lane.roles)}; workers {' '.join(map(str, lane.workers))}")
+    for task, key in zip(program.tasks, schedule.keys, strict=True):
+        lines.append(f"  key {task.name}: ({', '.join(map(str, key))})")
+    return "\n".join(lines) + "\n"
+
+
+def print_queues(queues: Queues, limit: int = 12) -> str:
+    """The schedule, then for each rank and worker its first tiles."""
+    regions = queues.regions
+    lines = [print_schedule(queues.schedule, regions.program).rstrip()]
+    for rank in range(regions.program.world_size):
+        for worker, tiles in queues.workers(rank):
+            lines.append(f"  rank {rank} worker {worker}: {len(tiles)} tiles")
+            lines += [f"    {regions.describe(t).rpartition(' on ')[0]}" for t in tiles[:limit].tolist()]
+            if len(tiles) > limit:
+                lines.append(f"    … {len(tiles) - limit} more")
+    return "\n".join(lines) + "\n"

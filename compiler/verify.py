@@ -1,0 +1,144 @@
+"""Pass 2, verify: the rules that every recorded program obeys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tileweave.compiler.program import Program
+from tileweave.errors import VerifyError
+from tileweave.primitives import expr
+from tileweave.primitives.expr import Const, Dim, Expr, Index, LoopIndex, TableRead
+from tileweave.primitives.memory import Rows, Slice, Tensor
+from tileweave.primitives.ops import For, Op, Order, SignalOp, Task, WaitOp, When, accesses, walk
+
+
+def verify(program: Program) -> Program:
+    """Return `program` unchanged if it obeys every rule of `RULES`.
+
+    Raises:
+        VerifyError: naming the rule's violation at the user's line.
+    """
+    for rule in RULES:
+        rule(program)
+    return program
+
+
+def has_tasks(program: Program) -> None:
+    """A kernel declares at least one task, and each task does something."""
+    if not program.tasks:
+        raise VerifyError(f"kernel '{program.name}' declares no task; add one with @tw.task", program.location)
+    for task in program.tasks:
+        if not task.body:
+            raise VerifyError(f"task '{task.name}' records no op", task.location)
+
+
+def dims_are_bound(program: Program) -> None:
+    """Each dynamic dimension is the size of an argument, so that a launch knows its value."""
+    bound = {d.name for m in program.arguments for d in m.dims if isinstance(d, Dim)}
+    for name in program.dims:
+        if name not in bound:
+            raise VerifyError(
+                f"dynamic dimension '{name}' is the size of no tensor or table, so no launch could know it",
+                program.location,
+            )
+
+
+def symmetric_shapes_are_static(program: Program) -> None:
+    """Symmetric memory and signals have one shape on all ranks, so their sizes are plain numbers."""
+    for memory in (*program.symmetric, *program.signals, *program.workspaces):
+        for size in memory.dims:
+            if not isinstance(size, Const):
+                raise VerifyError(
+                    f"{memory.space} memory '{memory.name}' has size `{size}`, which is known only at launch; "
+                    "give a static capacity",
+                    program.location,
+                )
+            if size.value <= 0:
+                raise VerifyError(f"{memory.space} memory '{memory.name}' has size {size.value}", program.location)
+
+
+def symbols_are_in_scope(program: Program) -> None:
+    """Scalars of a task use only its own grid indices and the loops around them."""
+    for task in program.tasks:
+        known: set[Expr] = set()
+        for dim in task.grid:
+            _check_symbols(dim.extent, known, task.location, task)
+            known.add(Index(dim.name))
+        _check_body(task.body, known, task)
+
+
+def orders_make_sense(program: Program) -> None:
+    """A signal releases and a wait acquires, or either is relaxed."""
+    for task in program.tasks:
+        for op in walk(task.body):
+            if isinstance(op, SignalOp) and op.order is Order.ACQUIRE:
+                raise VerifyError("a signal publishes: its order is RELEASE, ACQ_REL or RELAXED", op.location)
+            if isinstance(op, WaitOp) and op.order in (Order.RELEASE, Order.ACQ_REL):
+                raise VerifyError("a wait observes: its order is ACQUIRE or RELAXED", op.location)
+
+
+def stores_reach_writable_memory(program: Program) -> None:
+    """No tensor argument is both read and written by peers' addresses; int tiles are only copied."""
+    for task in program.tasks:
+        for op in walk(task.body):
+            for access in accesses(op):
+                if access.peer is not None and isinstance(access.memory, Tensor):
+                    raise VerifyError(f"'{access.memory.name}' is not symmetric and has no peers", op.location)
+
+
+RULES: tuple[Callable[[Program], None], ...] = (
+    has_tasks,
+    dims_are_bound,
+    symmetric_shapes_are_static,
+    symbols_are_in_scope,
+    orders_make_sense,
+    stores_reach_writable_memory,
+)
+
+
+def _check_body(body: tuple[Op, ...], known: set[Expr], task: Task) -> None:
+    for op in body:
+        for scalar in scalars(op):
+            _check_symbols(scalar, known, op.location, task)
+        if isinstance(op, For):
+            _check_body(op.body, known | {op.index}, task)
+        elif isinstance(op, When):
+            _check_body(op.body, known, task)
+
+
+def _check_symbols(scalar: Expr, known: set[Expr], location: object, task: Task) -> None:
+    for part in expr.walk(scalar):
+        if isinstance(part, (Index, LoopIndex)) and part not in known:
+            raise VerifyError(
+                f"task '{task.name}' uses `{part}` outside its grid or loop",
+                location if location is None else task.location,  # type: ignore[arg-type]
+            )
+        if isinstance(part, TableRead) and not part.indices:
+            raise VerifyError(f"table '{part.table}' is read without an index", task.location)
+
+
+def scalars(op: Op) -> Iterator[Expr]:
+    """The scalar expressions that `op` itself evaluates."""
+    for access in accesses(op):
+        for item in (*access.index, access.peer):
+            yield from _item_scalars(item)
+    if isinstance(op, SignalOp):
+        yield from (*op.index, op.amount)
+        if op.peer is not None:
+            yield op.peer
+    elif isinstance(op, WaitOp):
+        yield from (*op.index, op.target)
+    elif isinstance(op, For):
+        yield from (op.start, op.stop)
+    elif isinstance(op, When):
+        yield op.condition
+
+
+def _item_scalars(item: object) -> Iterator[Expr]:
+    if isinstance(item, Slice):
+        yield from (item.start,) if item.stop is None else (item.start, item.stop)
+    elif isinstance(item, Rows):
+        for inner in item.index:
+            yield from _item_scalars(inner)
+    elif isinstance(item, Expr):
+        yield item

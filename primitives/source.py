@@ -1,0 +1,36 @@
+"""Where in the user's source an op was written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+from tileweave.errors import SourceLocation
+
+_OWN_FOLDERS = tuple(
+    str(folder) + "/"
+    for package in (Path(__file__).parent,)
+    for folder in {package.absolute(), package.resolve()}
+)
+
+
+def caller_location() -> SourceLocation | None:
+    """The innermost frame outside `primitives/`, with columns where Python knows them (3.11 and later)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    column, end_column = _columns(frame)
+    return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, column, end_column)
+
+
+def _columns(frame: FrameType) -> tuple[int | None, int | None]:
+    positions = getattr(frame.f_code, "co_positions", None)
+    if positions is None:
+        return None, None
+    for index, (line, end_line, column, end_column) in enumerate(positions()):
+        if index == frame.f_lasti // 2:
+            return (column, end_column) if line == end_line else (column, None)
+    return None, None
