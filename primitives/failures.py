@@ -9,7 +9,7 @@ from tileweave.errors import GroupError, LaunchError
 from tileweave.primitives.control import AbortInfo, AbortKind
 
 
-class RankTraceback(Exception):
+class RankTracebackError(Exception):
     """Cause of an exception that came from another process or thread; its text is the traceback there."""
 
     def __str__(self) -> str:
@@ -23,9 +23,9 @@ def _is_secondary(error: BaseException) -> bool:
 
 def _first_cause(errors: Mapping[int, BaseException], info: AbortInfo | None) -> int:
     """The rank whose exception tells most about why the job failed."""
-    if info is not None and info.rank in errors and info.kind is not AbortKind.FAILED:
-        return info.rank
     at_fault = None if info is None else info.rank
+    if info is not None and at_fault is not None and at_fault in errors and info.kind is not AbortKind.FAILED:
+        return at_fault
     return min(errors, key=lambda rank: (_is_secondary(errors[rank]), rank != at_fault, rank))
 
 
@@ -46,11 +46,11 @@ def raise_first_cause(
     rank = _first_cause(errors, info)
     error, summary = errors[rank], _summary(errors, rank)
     if traces is not None and rank in traces:
-        error.__cause__ = RankTraceback(f"in rank {rank}:\n{traces[rank]}{summary}")
+        error.__cause__ = RankTracebackError(f"in rank {rank}:\n{traces[rank]}{summary}")
     elif summary and hasattr(error, "add_note"):
         error.add_note(f"Raised in rank {rank}. {summary}")
     elif summary and error.__cause__ is None:
-        error.__cause__ = RankTraceback(f"raised in rank {rank}. {summary}")
+        error.__cause__ = RankTracebackError(f"raised in rank {rank}. {summary}")
     raise error
 
 

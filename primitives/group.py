@@ -73,8 +73,8 @@ class Group:
         self._pid = os.getpid()
         self._epoch = 0
         self._poison: str | None = None
-        self._stage = ctypes.create_string_buffer(_STAGE_BYTES)
-        self._stage_address = ctypes.addressof(self._stage)
+        self._stage = np.empty(_STAGE_BYTES, np.uint8)
+        self._stage_address = int(self._stage.__array_interface__["data"][0])
         self._slots: SymmetricAllocation | None = None
         self.heap: SymmetricHeap = ShmHeap(self) if kind == "processes" else LocalHeap(self, parts or LocalParts())
 
@@ -103,11 +103,12 @@ class Group:
         shape, total = (self.world_size, *own.shape), self.world_size * own.nbytes
         if self.world_size == 1:
             self.check_abort()
-            return own.reshape(shape).copy()
+            return np.array(own.reshape(shape))
         if total <= _STAGE_BYTES:
             # NumPy takes microseconds to tell an array's address, much longer than to copy this little.
             self._gather(own.tobytes(), own.nbytes, self._stage_address)
-            return np.frombuffer(self._stage, own.dtype, total // (own.itemsize or 1)).reshape(shape).copy()
+            staged = np.frombuffer(self._stage, own.dtype, total // (own.itemsize or 1))
+            return np.array(staged.reshape(shape))
         own = np.ascontiguousarray(own)
         out = np.empty(shape, own.dtype)
         self._gather(own.__array_interface__["data"][0], own.nbytes, out.__array_interface__["data"][0])

@@ -7,13 +7,17 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tileweave.errors import GroupError, HangError, RankDiedError
@@ -68,7 +72,7 @@ def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float | 
     control, descriptor = Control.create(world_size, shared=True)
     try:
         job = _Supervisor(control, None if timeout_s is None else time.monotonic() + timeout_s, timeout_s)
-        environ, folder = dict(os.environ), os.getcwd()
+        environ, folder = dict(os.environ), str(Path.cwd())
         try:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([m for m in ("torch", __name__) if importlib.util.find_spec(m) is not None])
@@ -219,8 +223,9 @@ class _Supervisor:
 
 def _rank_main(pipe: Connection[Any, Any], job: _Job) -> None:
     """The life of a rank process."""
-    # Ranks end with the fork server, which ends with the supervisor, however that dies.
+    # However the supervisor dies, and the fork server that is this process's parent, the rank ends too.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with, args=(job.supervisor,), name="tileweave-watch", daemon=True).start()
     # A terminal sends Ctrl-C to all; the supervisor alone decides, and stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
@@ -237,17 +242,29 @@ def _rank_main(pipe: Connection[Any, Any], job: _Job) -> None:
         set_current_group(group)
         fn, args = pickle.loads(job.call)
         report = pickle.dumps((True, fn(group, *args), ""))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the peers and the supervisor must hear of it)
         if group is not None:
             group.fail(reason_of(error))
         report = _pickled_error(error)
-    try:
+    with suppress(BrokenPipeError):  # the supervisor may have given up on the job
         pipe.send_bytes(report)
-    except BrokenPipeError:
-        pass  # the supervisor has given up on the job
     pipe.close()
     if group is not None:
         group.close()
+
+
+def _end_with(supervisor: int) -> None:
+    """Kill this process when the supervisor is gone. The fork server does not see to it: it outlives its master
+    for as long as it has children."""
+    try:
+        watch = os.pidfd_open(supervisor)
+        select.select([watch], [], [])
+    except ProcessLookupError:
+        pass
+    except OSError:  # a kernel before 5.3 has no pidfd
+        while Path(f"/proc/{supervisor}").exists():
+            time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _limit_threads(world_size: int) -> None:
@@ -267,6 +284,6 @@ def _pickled_error(error: BaseException) -> bytes:
             report = pickle.dumps((False, error, trace))
             pickle.loads(report)  # some exceptions pickle but do not come back
             return report
-        except Exception:
+        except Exception:  # noqa: BLE001  (pickling runs code of the exception's class)
             pass
     return pickle.dumps((False, GroupError(f"a rank ended with {reason_of(error)}"), trace))

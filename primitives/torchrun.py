@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from tileweave.errors import GroupError
@@ -66,26 +67,28 @@ def _read_environment() -> tuple[int, int]:
 def _meet(rank: int, world_size: int) -> Control:
     """Rank 0 makes the control block and offers it in the job's store; the others open it."""
     store = _store(rank, world_size)
+    # Keys of this call alone: a job that was restarted, or that closed its group, may join anew.
+    prefix = f"tileweave/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joins}"
     control: Control | None = None
     descriptor, error = -1, ""
     if rank == 0:
         try:
             control, descriptor = Control.create(world_size, shared=True)
-        except Exception as problem:  # whatever it is, the peers must hear of it
+        except Exception as problem:  # noqa: BLE001  (whatever it is, the peers must hear of it)
             error = str(problem)
-        store.set("offer", json.dumps([os.getpid(), descriptor, _host(), error]))
+        store.set(f"{prefix}/offer", json.dumps([os.getpid(), descriptor, _host(), error]))
     else:
-        pid, opened, host, error = json.loads(store.get("offer"))
+        pid, opened, host, error = json.loads(store.get(f"{prefix}/offer"))
         try:
             if host != _host():
                 error = "it runs on another host or in another container than rank 0"
             elif not error:
                 control = Control.attach(pid, opened, world_size)
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001  (as above)
             error = str(problem)
     try:
-        store.set(f"joined/{rank}", error)
-        answers = {each: store.get(f"joined/{each}").decode() for each in range(world_size)}
+        store.set(f"{prefix}/joined/{rank}", error)
+        answers = {each: store.get(f"{prefix}/joined/{each}").decode() for each in range(world_size)}
     finally:
         if descriptor >= 0:
             os.close(descriptor)  # all have opened it by now, or will not
@@ -97,7 +100,7 @@ def _meet(rank: int, world_size: int) -> Control:
 
 
 def _store(rank: int, world_size: int) -> Any:
-    """The job's key-value store, under a prefix of this call."""
+    """The job's key-value store."""
     try:
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
@@ -108,16 +111,14 @@ def _store(rank: int, world_size: int) -> Any:
     if not dist.is_available():
         raise GroupError("this build of torch has no torch.distributed; install one that has it, or use tw.spawn")
     try:
-        store = next(iter(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=_START_S))))[0]
+        return next(iter(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=_START_S))))[0]
     except Exception as error:
         raise GroupError(
             f"cannot reach the job's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
         ) from error
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"tileweave/{restart}/{_joins}", store)
 
 
 def _host() -> str:
     """What two processes share exactly when they can open each other's files under /proc."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"

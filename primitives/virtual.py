@@ -97,7 +97,7 @@ class VirtualGroup:
             value, error = None, None
             try:
                 value = fn(group, *args)
-            except BaseException as problem:
+            except BaseException as problem:  # noqa: BLE001  (`run` raises it)
                 error = problem
                 group.fail(reason_of(problem))
             self._control.set_left(rank, True)  # a peer that still waits for this rank waits in vain

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -132,8 +132,8 @@ def _headers(source: str, include_dirs: Sequence[Path]) -> list[str]:
 
 def _program_id(program: str) -> str:
     """What changes when the compiler is upgraded; needs no call of the compiler."""
-    path = os.path.realpath(program)
-    status = os.stat(path)
+    path = Path(program).resolve()
+    status = path.stat()
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
@@ -141,7 +141,7 @@ def _program_id(program: str) -> str:
 def _cpu() -> str:
     """The lines of /proc/cpuinfo that decide what -march=native means."""
     try:
-        with open("/proc/cpuinfo", "rb", buffering=0) as file:
+        with Path("/proc/cpuinfo").open("rb", buffering=0) as file:
             first = file.read(16384).decode(errors="replace").split("\n\n")[0]
     except OSError:
         first = ""
@@ -155,10 +155,8 @@ def _locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
+        with suppress(OSError):  # a file system without locks: work is done twice, but renames keep it right
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: work is done twice, but renames keep it right
         yield
     finally:
         os.close(descriptor)
@@ -172,10 +170,12 @@ def _compile(
     partial_text, partial = library.with_suffix(f".{mark}.c.tmp"), library.with_suffix(f".{mark}.so.tmp")
     try:
         partial_text.write_text(source)
-        os.replace(partial_text, text_path)
+        partial_text.replace(text_path)
         includes = [f"-I{folder}" for folder in include_dirs]
         words = [*command, *includes, str(text_path), *flags, "-o", str(partial)]
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
+        )
         if done.returncode != 0:
             raise BuildError(
                 f"the C compiler refused {text_path} (exit code {done.returncode}):\n{done.stderr.strip()}\n"
@@ -183,7 +183,7 @@ def _compile(
                 "If you did not write this C yourself, please report it with the file; "
                 "if the compiler is too old, set TILEWEAVE_CC to gcc 9 or clang 12 or later"
             )
-        os.replace(partial, library)
+        partial.replace(library)
     finally:
         partial_text.unlink(missing_ok=True)
         partial.unlink(missing_ok=True)

@@ -25,6 +25,8 @@
 #error "tw_dot.h needs IEEE arithmetic: -ffast-math would let the compiler reorder sums"
 #endif
 
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors wider than the target's cross inlined functions only */
+
 #ifndef TW_F32
 #define TW_F32 0
 #define TW_BF16 1
@@ -40,7 +42,7 @@ typedef struct {
 
 #define TW_DOT_KC 512  /* values of k per chunk: part of the accumulation order */
 #define TW_DOT_STEP 16 /* values of k per loop iteration: chunks are zero filled to a multiple */
-#define TW_DOT_MB 96   /* rows of A packed at a time: 96 x 512 floats stay in L2 */
+#define TW_DOT_MB 64   /* rows of A packed at a time: 64 x 512 floats stay in L2 beside what streams through it */
 #define TW_DOT_NB 16   /* most columns of B packed at a time */
 #define TW_DOT_BLD (TW_DOT_KC + 16) /* stride of a packed column: off a power of two, against cache set conflicts */
 #define TW_DOT_APACK (TW_DOT_MB * TW_DOT_KC)
@@ -85,14 +87,38 @@ typedef uint16_t tw_h8u_ __attribute__((vector_size(16), aligned(2), may_alias))
                        [c20] "+x"(acc[2][0]), [c21] "+x"(acc[2][1]), [c22] "+x"(acc[2][2]), [c23] "+x"(acc[2][3])   \
                      : [a] "r"(pa), [b0] "r"(pb[0]), [b1] "r"(pb[1]), [b2] "r"(pb[2]), [b3] "r"(pb[3]), [k] "r"(at) \
                      : "xmm12", "xmm13", "xmm14", "xmm15", "memory")
+/* The whole chunk likewise, for many rows: fewer instructions per step, which shows where a core is shared. */
+#define TW_DOT_CHUNK_3X4(acc, pa, pb, kc)                                                                           \
+    do {                                                                                                            \
+        const float *pa_ = (pa);                                                                                    \
+        int64_t k_ = 0;                                                                                             \
+        __asm__ volatile(                                                                                           \
+            "vxorps %[c00], %[c00], %[c00]\n\t vxorps %[c01], %[c01], %[c01]\n\t vxorps %[c02], %[c02], %[c02]\n\t" \
+            "vxorps %[c03], %[c03], %[c03]\n\t vxorps %[c10], %[c10], %[c10]\n\t vxorps %[c11], %[c11], %[c11]\n\t" \
+            "vxorps %[c12], %[c12], %[c12]\n\t vxorps %[c13], %[c13], %[c13]\n\t vxorps %[c20], %[c20], %[c20]\n\t" \
+            "vxorps %[c21], %[c21], %[c21]\n\t vxorps %[c22], %[c22], %[c22]\n\t vxorps %[c23], %[c23], %[c23]\n\t" \
+            ".p2align 5\n1:\n\t" TW_DOT_HALF_("", "", "32", "64") TW_DOT_HALF_("32", "96", "128", "160")            \
+            "add $192, %[a]\n\t add $16, %[k]\n\t cmp %[n], %[k]\n\t jl 1b\n\t"                                  \
+            : [c00] "=&x"(acc[0][0]), [c01] "=&x"(acc[0][1]), [c02] "=&x"(acc[0][2]), [c03] "=&x"(acc[0][3]),       \
+              [c10] "=&x"(acc[1][0]), [c11] "=&x"(acc[1][1]), [c12] "=&x"(acc[1][2]), [c13] "=&x"(acc[1][3]),       \
+              [c20] "=&x"(acc[2][0]), [c21] "=&x"(acc[2][1]), [c22] "=&x"(acc[2][2]), [c23] "=&x"(acc[2][3]),       \
+              [a] "+&r"(pa_), [k] "+&r"(k_)                                                                         \
+            : [b0] "r"(pb[0]), [b1] "r"(pb[1]), [b2] "r"(pb[2]), [b3] "r"(pb[3]), [n] "r"(kc)                       \
+            : "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");                                                  \
+    } while (0)
 #else
 #define TW_DOT_FMA(acc, a, b) ((acc) = (a) * (b) + (acc))
 #endif
 
 TW_DOT_INLINE tw_v8_ tw_dot_load_(const void *p, int bf16) {
     if (!bf16) return *(const tw_v8u_ *)p;
-    tw_u8_ wide = __builtin_convertvector(*(const tw_h8u_ *)p, tw_u8_) << 16;
-    return (tw_v8_)wide;
+    tw_u8_ wide;
+#ifdef __AVX2__ /* one instruction, where gcc 12 makes five of the conversion */
+    __asm__("vpmovzxwd %1, %0" : "=x"(wide) : "m"(*(const tw_h8u_ *)p));
+#else
+    wide = __builtin_convertvector(*(const tw_h8u_ *)p, tw_u8_);
+#endif
+    return (tw_v8_)(wide << 16);
 }
 
 TW_DOT_INLINE float tw_dot_load1_(const void *p, int64_t at, int bf16) {
@@ -104,7 +130,8 @@ TW_DOT_INLINE float tw_dot_load1_(const void *p, int64_t at, int bf16) {
 }
 
 /* One row's four lane vectors to the t[0], t[1] of the order above: {x0.t0 x0.t1 x2.t0 x2.t1 x1.t0 x1.t1 x3.t0 x3.t1} */
-TW_DOT_INLINE tw_v8_ tw_dot_tree_(tw_v8_ x0, tw_v8_ x1, tw_v8_ x2, tw_v8_ x3) {
+TW_DOT_INLINE tw_v8_ tw_dot_tree_(const tw_v8_ x[4]) {
+    const tw_v8_ x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3];
     tw_v8_ s01 = __builtin_shufflevector(x0, x1, 0, 1, 2, 3, 8, 9, 10, 11) +
                  __builtin_shufflevector(x0, x1, 4, 5, 6, 7, 12, 13, 14, 15);
     tw_v8_ s23 = __builtin_shufflevector(x2, x3, 0, 1, 2, 3, 8, 9, 10, 11) +
@@ -131,20 +158,29 @@ typedef struct {
  * rows x 4 elements of C over one chunk. a: packed [kc/8][rows][8]; b: four columns. cols < 4 adds only the first ones.
  * 3 x 4: twelve accumulators cover the latency of two FMA pipes, 7 loads feed 12 multiplications.
  */
-TW_DOT_INLINE void tw_dot_block_(int rows, int bf16, int64_t kc, const float *a, const void *const b[4], int cols, float *c,
-                                 int64_t ldc, const tw_dot_ahead_ *ahead) {
+TW_DOT_INLINE void tw_dot_block_(int rows, int bf16, int fetch, int64_t kc, const float *a, const void *const b[4],
+                                 int cols, float *c, int64_t ldc, const tw_dot_ahead_ *ahead) {
     const int64_t size = bf16 ? 2 : 4;
     const char *const bj[4] = {b[0], b[1], b[2], b[3]};
     const char *p0 = ahead->col[0], *p1 = ahead->col[1], *p2 = ahead->col[2], *p3 = ahead->col[3];
     const int64_t pstep = ahead->step;
     tw_v8_ acc[3][4] = {{{0}}};
     int64_t poff = 0;
-    for (int64_t k = 0; k < kc; k += TW_DOT_STEP) {
-        __builtin_prefetch(p0 + poff);
-        __builtin_prefetch(p1 + poff);
-        __builtin_prefetch(p2 + poff);
-        __builtin_prefetch(p3 + poff);
-        poff += pstep;
+    int64_t k = 0;
+#ifdef TW_DOT_CHUNK_3X4
+    if (rows == 3 && !bf16 && !fetch) {
+        TW_DOT_CHUNK_3X4(acc, a, bj, kc);
+        k = kc;
+    }
+#endif
+    for (; k < kc; k += TW_DOT_STEP) {
+        if (fetch) {
+            __builtin_prefetch(p0 + poff);
+            __builtin_prefetch(p1 + poff);
+            __builtin_prefetch(p2 + poff);
+            __builtin_prefetch(p3 + poff);
+            poff += pstep;
+        }
 #ifdef TW_DOT_STEP_3X4
         if (rows == 3 && !bf16) {
             TW_DOT_STEP_3X4(acc, a + k * 3, bj, k);
@@ -167,8 +203,8 @@ TW_DOT_INLINE void tw_dot_block_(int rows, int bf16, int64_t kc, const float *a,
 #pragma GCC unroll 2
     for (int r = 0; r < rows; r += 2) {
         int q = r + 1 < rows ? r + 1 : r;
-        tw_v8_ t = tw_dot_tree_(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
-        tw_v8_ u = q == r ? t : tw_dot_tree_(acc[q][0], acc[q][1], acc[q][2], acc[q][3]);
+        tw_v8_ t = tw_dot_tree_(acc[r]);
+        tw_v8_ u = q == r ? t : tw_dot_tree_(acc[q]);
         tw_v8_ sum = __builtin_shufflevector(t, u, 0, 2, 8, 10, 4, 6, 12, 14) +
                      __builtin_shufflevector(t, u, 1, 3, 9, 11, 5, 7, 13, 15); /* {t0 t2 u0 u2 | t1 t3 u1 u3} */
         tw_dot_add_(c + r * ldc, __builtin_shufflevector(sum, sum, 0, 4, 1, 5), cols);
@@ -206,20 +242,27 @@ static __attribute__((noinline, unused)) void tw_dot_pack_(tw_operand x, int64_t
 static __attribute__((noinline, unused)) void tw_dot_column_(int64_t m, int64_t kc, const float *a, const void *const b[4],
                                                              int bf16, int cols, float *c, int64_t ldc,
                                                              tw_dot_ahead_ ahead) {
+    const int few = m <= 24; /* few rows wait for memory and fetch evenly in the loop; many fetch between blocks */
+    const int64_t share = few ? ahead.step * (kc / TW_DOT_STEP) : (ahead.step * (kc / TW_DOT_STEP) + 63) & -64;
     for (int64_t i = 0; i < m;) {
         const int rows = tw_dot_rows_(m - i);
         const float *ai = a + i * kc;
         float *ci = c + i * ldc;
         if (bf16) {
-            if (rows == 3) tw_dot_block_(3, 1, kc, ai, b, cols, ci, ldc, &ahead);
-            else if (rows == 2) tw_dot_block_(2, 1, kc, ai, b, cols, ci, ldc, &ahead);
-            else tw_dot_block_(1, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            if (rows == 3) tw_dot_block_(3, 1, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            else if (rows == 2) tw_dot_block_(2, 1, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            else tw_dot_block_(1, 1, 1, kc, ai, b, cols, ci, ldc, &ahead);
+        } else if (few) {
+            if (rows == 3) tw_dot_block_(3, 0, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            else if (rows == 2) tw_dot_block_(2, 0, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            else tw_dot_block_(1, 0, 1, kc, ai, b, cols, ci, ldc, &ahead);
         } else {
-            if (rows == 3) tw_dot_block_(3, 0, kc, ai, b, cols, ci, ldc, &ahead);
-            else if (rows == 2) tw_dot_block_(2, 0, kc, ai, b, cols, ci, ldc, &ahead);
-            else tw_dot_block_(1, 0, kc, ai, b, cols, ci, ldc, &ahead);
+            for (int q = 0; q < 4; q++)
+                for (int64_t at = 0; at < share; at += 64) __builtin_prefetch(ahead.col[q] + at);
+            if (rows == 3) tw_dot_block_(3, 0, 0, kc, ai, b, cols, ci, ldc, &ahead);
+            else tw_dot_block_(2, 0, 0, kc, ai, b, cols, ci, ldc, &ahead);
         }
-        for (int q = 0; q < 4; q++) ahead.col[q] += ahead.step * (kc / TW_DOT_STEP);
+        for (int q = 0; q < 4; q++) ahead.col[q] += share;
         i += rows;
     }
 }
@@ -253,11 +296,8 @@ static __attribute__((unused)) void tw_dot(int64_t M, int64_t N, int64_t K, tw_o
                 for (int64_t k = k0; k < kend; k += TW_DOT_KC) {
                     const int64_t kc = k + TW_DOT_KC < kend ? TW_DOT_KC : kend - k;
                     const int64_t padded = (kc + TW_DOT_STEP - 1) / TW_DOT_STEP * TW_DOT_STEP;
-                    const int direct = !b.k_major && kc == padded && !(bf16 && m > 3);
+                    const int direct = !b.k_major && kc == padded && !(bf16 && m > 8);
                     if (!direct) tw_dot_pack_(b, j0, n, k, kc, bpack, TW_DOT_BLD, 8);
-                    /* where the next step starts: the next chunk of these columns, or the first of the next four */
-                    const int64_t jn = k + kc < kend ? j0 : j0 + n < N ? j0 + n : j0;
-                    const int64_t kn = k + kc < kend ? k + kc : k0;
                     for (int64_t j = 0; j < n; j += 4) {
                         const int cols = n - j < 4 ? (int)(n - j) : 4;
                         const void *col[4];
@@ -265,11 +305,11 @@ static __attribute__((unused)) void tw_dot(int64_t M, int64_t N, int64_t K, tw_o
                         ahead.step = TW_DOT_STEP * size / blocks;
                         for (int q = 0; q < 4; q++) {
                             const int64_t jq = j + (q < cols ? q : cols - 1); /* columns beyond the edge: the last again */
-                            const int64_t ja = jn + q < N ? jn + q : N - 1;
+                            const int64_t ja = j0 + n + q < N ? j0 + n + q : N - 1;
                             col[q] = direct ? (const char *)b.data + ((j0 + jq) * b.ld + k) * size
                                             : (const char *)(bpack + jq * TW_DOT_BLD);
                             ahead.col[q] = b.k_major ? (const char *)col[q]
-                                                     : (const char *)b.data + (ja * b.ld + kn) * size;
+                                                     : (const char *)b.data + (ja * b.ld + k) * size;
                         }
                         if (b.k_major) ahead.step = 0;
                         tw_dot_column_(m, padded, apack + (k - k0) * m, col, bf16 && direct, cols,

@@ -1,0 +1,211 @@
+"""`tw.compile`: from a kernel and argument specs to something that looks, proves, prints and runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from tileweave.codegen.c.emit import emit_unit
+from tileweave.codegen.c.engine import Executable, Launch, address_of
+from tileweave.codegen.lower import Lowered, lower
+from tileweave.codegen.trace import TraceEvent
+from tileweave.compiler.config import Config
+from tileweave.compiler.graph import Graph
+from tileweave.compiler.passes import Analysis, analyse, compile_program
+from tileweave.compiler.printer import print_program
+from tileweave.compiler.program import Program
+from tileweave.compiler.regions import Routing, check_shape
+from tileweave.compiler.schedule import Queues, Schedule
+from tileweave.compiler.trace import Kernel, flatten
+from tileweave.errors import ArgumentError, ConfigError, GroupError, PeerError
+from tileweave.primitives.group import Group, current_group
+from tileweave.primitives.memory import Memory
+
+logger = logging.getLogger("tileweave")
+Backend = Literal["c"]
+BACKENDS = ("c",)
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel compiled for one world size and configuration.
+
+    Call it with arguments shaped as the specs to run it on the current group; every rank
+    must call it. The other methods look at it without running and need no ranks.
+    """
+
+    kernel: Kernel
+    specs: tuple[object, ...]
+    program: Program
+    plan: Schedule
+    config: Config
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """What backends write text from."""
+        return lower(self.program, self.plan)
+
+    def analyse(self, routing: Sequence[Mapping[str, Any]] | Routing) -> Analysis:
+        """Regions, graph and queues for the arguments of every rank; tensors may be given by shape alone."""
+        return analyse(self.program, self.plan, routing)
+
+    def graph(self, routing: Sequence[Mapping[str, Any]] | Routing) -> Graph:
+        """The tile graph for one routing; prints, and gives `to_networkx()`."""
+        return self.analyse(routing).graph
+
+    def schedule(self, routing: Sequence[Mapping[str, Any]] | Routing) -> Queues:
+        """Who runs which tile in what order, for one routing; prints."""
+        return self.analyse(routing).queues
+
+    def check(self, routing: Sequence[Mapping[str, Any]] | Routing) -> None:
+        """Raise if this routing would go out of bounds, miscount a signal or hang.
+
+        Raises:
+            BoundsError, SignalMismatchError, DeadlockError: with the tiles at fault.
+        """
+        self.analyse(routing)
+
+    def source(self, backend: str = "c") -> str:
+        """The generated source text."""
+        if backend not in BACKENDS:
+            raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+        return emit_unit(self.lowered)
+
+    def memory(self) -> str:
+        """Symmetric bytes a rank, as a sum that a person can check."""
+        return str(self.lowered.segment)
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Symmetric bytes a rank."""
+        return self.lowered.segment.total_bytes
+
+    def __str__(self) -> str:
+        return print_program(self.program)
+
+    def __call__(self, *args: object) -> None:
+        """Run on the current group; collective.
+
+        Raises:
+            ArgumentError: this rank's arguments do not fit; the other ranks get PeerError, and nothing runs.
+        """
+        self.run(args)
+
+    def run(self, args: tuple[object, ...], *, trace: bool = False) -> list[TraceEvent]:
+        """As calling; with `trace=True` returns what each worker of this rank did and when."""
+        executable = self.load(current_group())
+        try:
+            launch = self._bind(args, trace)
+        except ArgumentError as error:
+            # The peers must hear of it, or they would wait for this rank.
+            with suppress(PeerError):
+                executable.launch(Launch((), (), refusal=str(error)))
+            raise
+        return executable.launch(launch)
+
+    def load(self, group: Group) -> Executable:
+        """This kernel with its memory on `group`, made at first use; collective then.
+
+        Raises:
+            GroupError: the group has another size, or its ranks compiled different kernels.
+        """
+        cached = group.cache.get(self.identity)
+        if isinstance(cached, Executable):
+            return cached
+        if group.world_size != self.program.world_size:
+            raise GroupError(
+                f"kernel '{self.program.name}' was compiled for world_size={self.program.world_size}, but this group "
+                f"has {group.world_size} ranks; compile it with world_size={group.world_size}"
+            )
+        identities = group.all_gather_object(self.identity)
+        if len(set(identities)) > 1:
+            other = next(r for r, i in enumerate(identities) if i != identities[0])
+            raise GroupError(
+                f"kernel '{self.program.name}' differs between rank 0 and rank {other}: shapes, dtypes, tunables and "
+                "config must be the same on all ranks"
+            )
+        logger.info("symmetric memory of %s:\n%s", self.program.name, self.memory())
+        executable = Executable(self.lowered, group)
+        group.cache[self.identity] = executable
+        return executable
+
+    @cached_property
+    def identity(self) -> tuple[str, str]:
+        """Equal on ranks that compiled the same thing."""
+        return self.program.key, repr(self.plan)
+
+    def _bind(self, args: tuple[object, ...], trace: bool) -> Launch:
+        names = self.kernel.parameters
+        if len(args) != len(names):
+            raise ArgumentError(f"kernel '{self.kernel.name}' takes {len(names)} arguments {names}, got {len(args)}")
+        dims: dict[str, int] = {}
+        addresses = []
+        flat = flatten(names, self.specs, args)
+        for memory, (_, array) in zip(self.program.arguments, flat, strict=True):
+            check_array(memory, array)
+            check_shape(memory, tuple(array.shape), dims)
+            addresses.append(address_of(array))
+        return Launch(addresses, [dims[name] for name in self.program.dims], trace)
+
+
+def check_array(memory: Memory, array: Any) -> None:
+    """Refuse what cannot be passed as `memory`.
+
+    Raises:
+        ArgumentError: not an array, of another dtype, not contiguous, or not in CPU memory.
+    """
+    if isinstance(array, np.ndarray):
+        dtype, contiguous, device = str(array.dtype), array.flags.c_contiguous, "cpu"
+    elif hasattr(array, "data_ptr"):
+        dtype, contiguous, device = str(array.dtype).removeprefix("torch."), array.is_contiguous(), array.device.type
+    else:
+        raise ArgumentError(
+            f"argument '{memory.name}' needs a torch tensor or NumPy array, got {type(array).__name__}"
+        )
+    if dtype != memory.dtype.name:
+        raise ArgumentError(f"argument '{memory.name}' needs dtype {memory.dtype}, got {dtype}")
+    if not contiguous:
+        raise ArgumentError(f"argument '{memory.name}' is not contiguous; pass {memory.name}.contiguous()")
+    if device != "cpu":
+        raise ArgumentError(f"argument '{memory.name}' is on device {device}; the C engine needs CPU memory")
+
+
+def compile(  # noqa: A001  (the name users expect: tw.compile)
+    kernel: Kernel,
+    *specs: object,
+    world_size: int = 1,
+    topology: None = None,
+    target: Literal["cpu"] = "cpu",
+    backend: Backend = "c",
+    config: Config | None = None,
+    sync: Literal["explicit"] = "explicit",
+) -> CompiledKernel:
+    """Trace, verify and schedule `kernel`; generated code is built at the first launch.
+
+    Args:
+        kernel: a function under `@tw.kernel`.
+        specs: one per positional parameter: `tw.Tensor`, `tw.Table`, a dataclass of these, or a plain value.
+        world_size: number of ranks.
+        topology, target, backend, sync: only the values shown exist so far.
+        config: workers, order, queue and tunables; the default is one worker.
+
+    Raises:
+        TraceError, VerifyError: the kernel is not valid; with the user's line.
+        ConfigError: an argument is out of range.
+    """
+    if target != "cpu" or backend not in BACKENDS or topology is not None or sync != "explicit":
+        raise ConfigError(
+            f"target={target!r}, backend={backend!r}, topology={topology!r}, sync={sync!r}: this version has "
+            "target='cpu', backend='c', topology=None, sync='explicit'"
+        )
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: expected at least 1")
+    chosen = config or Config()
+    program, schedule = compile_program(kernel, specs, world_size, chosen)
+    return CompiledKernel(kernel, specs, program, schedule, chosen)
