@@ -4,8 +4,9 @@
 
 Each shape is C[M, N] += A[M, K] @ W[N, K].T. The kernel is called as a tile task calls it, once per panel of
 columns; the libraries get the whole product, and also the panels. W is one of several weights, used in turn, that
-together exceed the last-level cache, so it comes from memory each time. Contenders are timed alternately
-within one run and the medians are compared.
+together exceed the last-level cache, so it comes from memory each time. Contenders take turns, round by round, by the
+CPU time of the thread. Rates are medians over rounds; ratios are medians of the ratios within a round, which other
+work on the machine moves less.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import scipy_openblas64
 import torch
 
@@ -74,6 +76,9 @@ SHAPES = [
 ]
 
 
+NAMES = ["dot f32", "dot bf16", "blas whole", "blas panels", "torch whole"]
+
+
 def build(folder: Path) -> ctypes.CDLL:
     """Compile the header into a library."""
     source, library = folder / "dot.c", folder / "libdot.so"
@@ -83,11 +88,56 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def aligned(count: int) -> np.ndarray:
+def aligned(count: int) -> npt.NDArray[np.float32]:
     """A float32 array that starts on a cache line."""
     raw = np.zeros(count + 16, np.float32)
     skip = (-raw.ctypes.data) % 64 // 4
-    return raw[skip : skip + count]
+    part: npt.NDArray[np.float32] = raw[skip : skip + count]
+    return part
+
+
+def measure(
+    lib: ctypes.CDLL, sgemm: ctypes.c_void_p, shape: tuple[int, int, int, int], repeats: int
+) -> list[list[float]]:
+    """Seconds of each of NAMES for one product, round by round."""
+    rows, cols, depth, panel = shape
+    count = max(2, -(-128 * 2**20 // (cols * depth * 4)))
+    weights = torch.randn(count, cols, depth)
+    halves = weights.to(torch.bfloat16)
+    a = torch.randn(rows, depth)
+    half = a.to(torch.bfloat16)
+    c = torch.zeros(rows, cols)
+    out, scratch = c.data_ptr(), aligned(lib.scratch_floats())
+    space = scratch.ctypes.data
+
+    def f32(w: int) -> None:
+        lib.panels(rows, cols, depth, panel, a.data_ptr(), weights[w].data_ptr(), 0, out, space)
+
+    def bf16(w: int) -> None:
+        lib.panels(rows, cols, depth, panel, half.data_ptr(), halves[w].data_ptr(), 1, out, space)
+
+    def whole(w: int) -> None:
+        lib.blas_panels(sgemm, rows, cols, depth, cols, a.data_ptr(), weights[w].data_ptr(), out)
+
+    def tiles(w: int) -> None:
+        lib.blas_panels(sgemm, rows, cols, depth, panel, a.data_ptr(), weights[w].data_ptr(), out)
+
+    def mm(w: int) -> None:
+        torch.mm(a, weights[w].T, out=c)
+
+    contenders: list[Callable[[int], None]] = [f32, bf16, whole, tiles, mm]
+    times: list[list[float]] = [[] for _ in contenders]
+    loops = max(1, min(count, round(1e8 / (rows * cols * depth))))
+    turn = 0
+    for repeat in range(repeats + 1):
+        for contender, taken in zip(contenders, times, strict=True):
+            start = time.thread_time()
+            for _ in range(loops):
+                turn = (turn + 1) % count
+                contender(turn)
+            if repeat:
+                taken.append((time.thread_time() - start) / loops)
+    return times
 
 
 def main() -> None:
@@ -102,63 +152,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         lib = build(Path(folder))
     lib.scratch_floats.restype = ctypes.c_int64
-    scratch = aligned(lib.scratch_floats())
     blas = ctypes.CDLL(str(next(Path(scipy_openblas64.get_lib_dir()).glob("libscipy_openblas64_*.so"))))
     sgemm = ctypes.cast(blas.scipy_cblas_sgemm64_, ctypes.c_void_p)
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     lib.panels.argtypes = [size, size, size, size, pointer, pointer, ctypes.c_int32, pointer, pointer]
     lib.blas_panels.argtypes = [pointer, size, size, size, size, pointer, pointer, pointer]
 
-    print("GFLOP/s (GB/s of weights); ratios are to the faster of OpenBLAS whole and in panels")
-    names = ["dot f32", "dot bf16", "blas whole", "blas panels", "torch whole"]
-    print(f"{'rows x cols x K / panel':>26}  " + "".join(f"{name:>16}" for name in names) + f"{'f32':>7}{'bf16':>7}")
-    for rows, cols, depth, panel in SHAPES:
+    print("GFLOP/s (GB/s of weights); ratios to the faster OpenBLAS call of each round")
+    print(f"{'rows x cols x K / panel':>26}  " + "".join(f"{name:>16}" for name in NAMES) + f"{'f32':>7}{'bf16':>7}")
+    for shape in SHAPES:
+        rows, cols, depth, panel = shape
         if options.only and rows not in options.only:
             continue
-        count = max(2, -(-128 * 2**20 // (cols * depth * 4)))
-        weights = torch.randn(count, cols, depth)
-        halves = weights.to(torch.bfloat16)
-        a = torch.randn(rows, depth)
-        half = a.to(torch.bfloat16)
-        c = torch.zeros(rows, cols)
-        shape = (rows, cols, depth)
-        s, out = scratch.ctypes.data, c.data_ptr()
-
-        def f32(w: int, shape=shape, panel=panel, a=a, weights=weights, out=out, s=s) -> None:
-            lib.panels(*shape, panel, a.data_ptr(), weights[w].data_ptr(), 0, out, s)
-
-        def bf16(w: int, shape=shape, panel=panel, a=half, weights=halves, out=out, s=s) -> None:
-            lib.panels(*shape, panel, a.data_ptr(), weights[w].data_ptr(), 1, out, s)
-
-        def whole(w: int, shape=shape, a=a, weights=weights, out=out) -> None:
-            lib.blas_panels(sgemm, *shape, shape[1], a.data_ptr(), weights[w].data_ptr(), out)
-
-        def tiles(w: int, shape=shape, panel=panel, a=a, weights=weights, out=out) -> None:
-            lib.blas_panels(sgemm, *shape, panel, a.data_ptr(), weights[w].data_ptr(), out)
-
-        def mm(w: int, a=a, weights=weights, c=c) -> None:
-            torch.mm(a, weights[w].T, out=c)
-
-        contenders: list[Callable[[int], None]] = [f32, bf16, whole, tiles, mm]
-        times: list[list[float]] = [[] for _ in contenders]
-        turn = 0
-        for repeat in range(options.repeats + 1):
-            for contender, taken in zip(contenders, times, strict=True):
-                loops = max(1, min(count, round(2e9 / (2 * rows * cols * depth) / 8)))
-                start = time.perf_counter()
-                for _ in range(loops):
-                    turn = (turn + 1) % count
-                    contender(turn)
-                if repeat:
-                    taken.append((time.perf_counter() - start) / loops)
-        median = [statistics.median(taken) for taken in times]
+        times = measure(lib, sgemm, shape, options.repeats)
         text = f"{rows:>5} x{cols:>5} x{depth:>5} /{panel:>4}   "
-        for name, seconds in zip(names, median, strict=True):
+        for name, taken in zip(NAMES, times, strict=True):
+            seconds = statistics.median(taken)
             width = 2 if name == "dot bf16" else 4
             rate = f"{2 * rows * cols * depth / seconds / 1e9:.1f} ({cols * depth * width / seconds / 1e9:.1f})"
             text += f"{rate:>16}"
-        best = min(median[2], median[3])
-        print(text + f"{best / median[0]:>7.2f}{best / median[1]:>7.2f}", flush=True)
+        best = list(map(min, times[2], times[3]))
+        ratios = [statistics.median(b / t for b, t in zip(best, dot, strict=True)) for dot in times[:2]]
+        print(text + "".join(f"{ratio:>7.2f}" for ratio in ratios), flush=True)
 
 
 if __name__ == "__main__":

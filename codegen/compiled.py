@@ -97,9 +97,9 @@ class CompiledKernel:
         """
         self.run(args)
 
-    def run(self, args: tuple[object, ...], *, trace: bool = False) -> list[TraceEvent]:
-        """As calling; with `trace=True` returns what each worker of this rank did and when."""
-        executable = self.load(current_group())
+    def run(self, args: tuple[object, ...], group: Group | None = None, *, trace: bool = False) -> list[TraceEvent]:
+        """As calling, on `group`; with `trace=True` returns what each worker of this rank did and when."""
+        executable = self.load(group or current_group())
         try:
             launch = self._bind(args, trace)
         except ArgumentError as error:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from tileweave.errors import ConfigError
 
 QueueKind = Literal["static", "dynamic"]
 MAX_WORKERS = 64
+
+
+class Tunables(dict[str, Any]):
+    """Values of a kernel's keyword-only parameters; hashable, and not to be changed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items(), key=lambda item: item[0])))
+
+    def __setitem__(self, key: str, value: object) -> None:
+        raise TypeError("tunables of a Config do not change; make a new Config")
 
 
 @dataclass(frozen=True)
@@ -45,4 +54,4 @@ class Config:
             )
         if self.queue not in ("static", "dynamic"):
             raise ConfigError(f"Config.queue={self.queue!r}: expected 'static' or 'dynamic'")
-        object.__setattr__(self, "tunables", MappingProxyType(dict(self.tunables)))
+        object.__setattr__(self, "tunables", Tunables(self.tunables))

@@ -97,7 +97,7 @@ COSTS: dict[type[Op], Callable[..., Cost]] = {
     SignalOp: lambda op: FREE,
     WaitOp: lambda op: FREE,
     Fence: lambda op: FREE,
-    For: lambda op: body_cost(op.body).times(ceildiv(op.stop - op.start, op.step)),
+    For: lambda op: body_cost(op.body).times(_size(ceildiv(op.stop - op.start, op.step), 1)),
     When: lambda op: body_cost(op.body),
 }
 

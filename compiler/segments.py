@@ -30,6 +30,8 @@ def cut_segments(regions: Regions) -> Segments:
     classes += [(1, b) for b in regions.boxes.values()]
     classes += [(2, c) for c in regions.signals.values()]
     every = np.arange(regions.num_tiles, dtype=np.int64)
+    if not len(every):
+        return Segments(every, every)
     tile = np.concatenate([every, *(c.tile for _, c in classes)])
     # Each tile has a segment from step 0 on, even if it touches nothing.
     step = np.concatenate([np.full(len(every), -1), *(c.step for _, c in classes)])

@@ -1,0 +1,8 @@
+"""MoE layers for training and inference, written with the DSL."""
+
+from tileweave.moe.config import ExpertWeights, MoEConfig
+from tileweave.moe.layer import MoELayer
+from tileweave.moe.router import Router
+from tileweave.moe.routing import Placement, plan_routing
+
+__all__ = ["ExpertWeights", "MoEConfig", "MoELayer", "Placement", "Router", "plan_routing"]

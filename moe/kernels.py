@@ -9,8 +9,6 @@ expert and in global token order inside an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
 from tileweave.compiler.trace import kernel
 from tileweave.moe.activations import ACTIVATIONS
 from tileweave.moe.routing import Plan
@@ -19,25 +17,16 @@ from tileweave.primitives.expr import Expr, ScalarLike
 from tileweave.primitives.memory import Memory, Signal, Symmetric, Table, Tensor
 from tileweave.primitives.tile import Tile
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
-class Weights(Generic[T]):
-    """Weights of this rank's experts; gate rows come before up rows.
+class WeightSpecs:
+    """Specs of this rank's experts, named as the fields of `ExpertWeights`; None where there is no such tensor."""
 
-    gate_up: `[num_local_experts, 2 * intermediate, hidden]`, or `[…, intermediate, hidden]` when not gated.
-    down: `[num_local_experts, hidden, intermediate]`.
-    gate_up_bias, down_bias: `[num_local_experts, …]` or None.
-    shared_gate_up, shared_down: the shared expert's, without the expert dimension, or None.
-    """
-
-    gate_up: T
-    down: T
-    gate_up_bias: T | None = None
-    down_bias: T | None = None
-    shared_gate_up: T | None = None
-    shared_down: T | None = None
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ class Ready:
 def moe_layer(
     x: Tensor,
     topk_weights: Tensor,
-    weights: Weights[Tensor],
+    weights: WeightSpecs,
     plan: Plan[Table],
     out: Tensor,
     shape: LayerShape,
@@ -99,7 +88,7 @@ def moe_layer(
 @kernel
 def dispatch_gemm(
     x: Tensor,
-    weights: Weights[Tensor],
+    weights: WeightSpecs,
     plan: Plan[Table],
     out: Tensor,
     shape: LayerShape,
@@ -115,7 +104,7 @@ def dispatch_gemm(
 def gemm_combine(
     activations: Tensor,
     topk_weights: Tensor,
-    weights: Weights[Tensor],
+    weights: WeightSpecs,
     plan: Plan[Table],
     out: Tensor,
     shape: LayerShape,
@@ -161,7 +150,7 @@ def dispatch(x: Tensor, plan: Plan[Table], shape: LayerShape, tiles: Tiles) -> R
 
 def grouped_gemm_activation(
     received: Ready,
-    weights: Weights[Tensor],
+    weights: WeightSpecs,
     plan: Plan[Table],
     shape: LayerShape,
     tiles: Tiles,
@@ -193,7 +182,7 @@ def grouped_gemm_activation(
 
 
 def grouped_gemm(
-    activations: Ready | Tensor, weights: Weights[Tensor], plan: Plan[Table], shape: LayerShape, tiles: Tiles
+    activations: Ready | Tensor, weights: WeightSpecs, plan: Plan[Table], shape: LayerShape, tiles: Tiles
 ) -> Ready:
     """`activations · downᵀ` for each expert's rows, kept at the expert's rank for the tokens' ranks to read.
 
@@ -222,7 +211,7 @@ def grouped_gemm(
     return Ready(results, counters)
 
 
-def shared_expert(x: Tensor, weights: Weights[Tensor], shape: LayerShape, tiles: Tiles) -> Ready | None:
+def shared_expert(x: Tensor, weights: WeightSpecs, shape: LayerShape, tiles: Tiles) -> Ready | None:
     """The dense expert that every token passes, on this rank's own tokens; needs no communication."""
     if weights.shared_gate_up is None or weights.shared_down is None:
         return None
@@ -269,9 +258,7 @@ def combine(
     num_topk = int(topk_weights.shape[1])  # type: ignore[call-overload]
     assert isinstance(results.memory, Symmetric)
 
-    @tw.task(
-        grid={"n": tw.ceildiv(hidden, tiles.columns), "t": tw.ceildiv(num_tokens, tiles.tokens)}, role="reduce"
-    )
+    @tw.task(grid={"n": tw.ceildiv(hidden, tiles.columns), "t": tw.ceildiv(num_tokens, tiles.tokens)}, role="reduce")
     def combine(n: Expr, t: Expr) -> None:
         tokens = tw.ds(t * tiles.tokens, tiles.tokens, stop=num_tokens)
         columns = tw.ds(n * tiles.columns, tiles.columns, stop=hidden)
@@ -323,5 +310,3 @@ def linear(
 def add_bias(value: Tile, bias: Memory | None, at: tuple[ScalarLike | tw.Slice, ...]) -> Tile:
     """`value` `[rows, columns]` plus `bias[at]` `[columns]`, if there is one."""
     return value if bias is None else value + tw.load(bias, at)[None, :]
-
-

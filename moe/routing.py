@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tileweave.errors import ArgumentError, ConfigError
+from tileweave.moe.config import local_experts
 from tileweave.primitives.group import Group
 from tileweave.primitives.memory import Table
 
@@ -37,11 +38,15 @@ class Placement:
         """Blocks of consecutive experts; sizes differ by at most one, earlier ranks have the extra."""
         if num_experts < 1 or world_size < 1:
             raise ConfigError(f"need at least 1 expert and 1 rank, got {num_experts} and {world_size}")
-        sizes = np.full(world_size, num_experts // world_size, dtype=np.int64)
-        sizes[: num_experts % world_size] += 1
-        owner = np.repeat(np.arange(world_size), sizes)
-        local = np.arange(num_experts) - (np.cumsum(sizes) - sizes)[owner]
+        blocks = [local_experts(num_experts, world_size, rank) for rank in range(world_size)]
+        owner = np.repeat(np.arange(world_size), [len(b) for b in blocks])
+        local = np.concatenate([np.arange(len(b)) for b in blocks])
         return Placement(world_size, owner, local)
+
+    def experts_of(self, rank: int) -> npt.NDArray[np.int64]:
+        """Experts of `rank`, in local order."""
+        own = np.flatnonzero(self.owner == rank)
+        return own[np.argsort(self.local[own])]
 
     @property
     def num_experts(self) -> int:

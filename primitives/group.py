@@ -45,6 +45,7 @@ __all__ = [
     "active_group",
     "current_group",
     "set_current_group",
+    "solo_group",
 ]
 
 Kind = Literal["single", "threads", "processes"]
@@ -309,6 +310,16 @@ def current_group() -> Group:
     if group is None:
         group = _process_group = Group(0, Control.create(1)[0], "single")
     return group
+
+
+def solo_group(group: Group) -> Group:
+    """A group of one rank for work that `group`'s rank does alone; made at first use and kept with it."""
+    if group.world_size == 1:
+        return group
+    solo = group.cache.get("solo")
+    if not isinstance(solo, Group):
+        solo = group.cache["solo"] = Group(0, Control.create(1)[0], "single")
+    return solo
 
 
 def set_current_group(group: Group | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from tileweave.compiler.config import Config
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from tileweave.primitives.group import Group, current_group
     from tileweave.primitives.launch import VirtualGroup, init, spawn
 
-__version__ = "0.1.0"
+__version__ = version("tileweave")
 
 # Loaded at first use, so that writing and checking kernels needs neither a compiler nor torch.
 _LAZY = {

@@ -19,6 +19,8 @@ from tileweave.primitives.ops import Op
 
 Array: TypeAlias = npt.NDArray[Any]
 
+TouchKind: TypeAlias = Literal["read", "write", "signal", "wait"]
+
 STORAGE: Mapping[str, npt.DTypeLike] = {"float32": np.float32, "bfloat16": np.uint16, "int32": np.int32}
 """NumPy dtype that holds memory of each storage type; bfloat16 is kept as bit patterns."""
 
@@ -37,7 +39,7 @@ class Touch:
 
     tile: int
     op: Op
-    kind: Literal["read", "write", "signal", "wait"]
+    kind: TouchKind
     memory: str
     places: IntArray
     amount: int = 0
@@ -90,14 +92,12 @@ def make_world(
     """
     ranks = range(program.world_size)
     tensors = [m for m in program.arguments if isinstance(m, Tensor)]
+    tables = [m for m in program.arguments if isinstance(m, Table)]
     scratch = (*program.symmetric, *program.workspaces)
     return World(
         program,
         tuple({name: int(routing.dims[name][rank]) for name in program.dims} for rank in ranks),
-        tuple(
-            {m.name: np.asarray(arguments[r][m.name], dtype=np.int64) for m in program.arguments if isinstance(m, Table)}
-            for r in ranks
-        ),
+        tuple({m.name: np.asarray(arguments[rank][m.name], dtype=np.int64) for m in tables} for rank in ranks),
         {m.name: tuple(_checked(m, arguments[rank][m.name]) for rank in ranks) for m in tensors}
         | {m.name: tuple(_unwritten(m) for _ in ranks) for m in scratch},
         {m.name: tuple(np.zeros(_static(m), dtype=np.int64) for _ in ranks) for m in program.signals},
@@ -106,7 +106,7 @@ def make_world(
     )
 
 
-def _checked(memory: Memory, given: Array) -> Array:
+def _checked(memory: Memory, given: object) -> Array:
     want = np.dtype(STORAGE[memory.dtype.name])
     if not isinstance(given, np.ndarray) or given.dtype != want:
         have = given.dtype if isinstance(given, np.ndarray) else type(given).__name__
@@ -121,4 +121,4 @@ def _unwritten(memory: Memory) -> Array:
 
 def _static(memory: Memory) -> tuple[int, ...]:
     """The shape of a memory that the verifier has found to be static."""
-    return tuple(int(size) for size in memory.shape)  # type: ignore[arg-type]
+    return tuple(int(size) for size in memory.shape)

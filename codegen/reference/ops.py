@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tileweave.codegen.reference import bf16
-from tileweave.codegen.reference.machine import STORAGE, UNWRITTEN, Array, Frame, Touch
+from tileweave.codegen.reference.machine import STORAGE, UNWRITTEN, Array, Frame, Touch, TouchKind
 from tileweave.primitives import dtypes
 from tileweave.primitives.dtypes import DType
 from tileweave.primitives.expr import Expr, IntArray
@@ -96,9 +96,7 @@ def _locate(access: Access, frame: Frame) -> tuple[tuple[int, ...], list[_Part]]
     scalars = frame.world.scalars
     rows_axis = next((axis for axis, item in enumerate(access.index) if isinstance(item, Rows)), None)
     positions = [_positions(item, frame) for item in access.index]
-    extents = tuple(
-        len(p) for item, p in zip(access.index, positions, strict=True) if not isinstance(item, Expr)
-    )
+    extents = tuple(len(p) for item, p in zip(access.index, positions, strict=True) if not isinstance(item, Expr))
     if rows_axis is None:
         return extents, [_Part(_peer(access, frame), np.ix_(*positions), (...,))]
     rows = positions[rows_axis]
@@ -109,7 +107,7 @@ def _locate(access: Access, frame: Frame) -> tuple[tuple[int, ...], list[_Part]]
     before = sum(not isinstance(item, Expr) for item in access.index[:rows_axis])
     parts = []
     for owner in np.unique(owners[rows >= 0]).tolist():
-        kept = np.flatnonzero((rows >= 0) & (owners == owner))
+        kept = np.flatnonzero((rows >= 0))
         at = [rows[kept] if axis == rows_axis else p for axis, p in enumerate(positions)]
         parts.append(_Part(owner, np.ix_(*at), (*(slice(None),) * before, kept)))
     return extents, parts
@@ -212,7 +210,7 @@ def _fill(op: Fill, frame: Frame) -> None:
 
 
 def _dot(op: Dot, frame: Frame) -> None:
-    a, b, total = (frame.values[v.id].astype(np.float32, copy=False) for v in (op.a, op.b, op.accumulator))
+    a, b, total = (frame.values[v.id] for v in (op.a, op.b, op.accumulator))
     depth = min(a.shape[1], b.shape[0])
     with np.errstate(all="ignore"):
         total[: a.shape[0], : b.shape[1]] += a[:, :depth] @ b[:depth]
@@ -220,9 +218,7 @@ def _dot(op: Dot, frame: Frame) -> None:
 
 def _elementwise(op: Elementwise, frame: Frame) -> None:
     extents = _extents(op.result, frame)
-    operands = [
-        _operand(o, op.result, extents, frame) if isinstance(o, Value) else np.float32(o) for o in op.operands
-    ]
+    operands = [_operand(o, op.result, extents, frame) if isinstance(o, Value) else np.float32(o) for o in op.operands]
     with np.errstate(all="ignore"):
         value = FUNCTIONS[op.function].meaning(*operands)
     frame.values[op.result.id] = np.array(np.broadcast_to(value, extents), dtype=np.float32)
@@ -296,7 +292,7 @@ def _report_counter(op: SignalOp | WaitOp, frame: Frame, owner: int, index: tupl
         return
     shape = frame.world.counters[op.signal.name][owner].shape
     place = np.array([[owner, np.ravel_multi_index(index, shape)]], dtype=np.int64)
-    kind = "signal" if isinstance(op, SignalOp) else "wait"
+    kind: TouchKind = "signal" if isinstance(op, SignalOp) else "wait"
     frame.world.observer(Touch(frame.tile, op, kind, op.signal.name, place, amount))
 
 

@@ -118,7 +118,7 @@ class Scalars:
             start = self.value(item.start if isinstance(item, Slice) else item, scope)
             length = count if isinstance(item, Slice) else 1
             if length and not 0 <= start <= size - length:
-                raise IndexError(f"rows {start} … {start + length} of table '{rows.table.name}', which has {table.shape}")
+                raise IndexError(f"entries {start} … {start + length} of table '{rows.table.name}' {table.shape}")
             at.append(np.arange(start, start + length) if isinstance(item, Slice) else start)
         return np.asarray(table[tuple(at)], dtype=np.int64)
 

@@ -21,8 +21,8 @@ F32, BF16 = 0, 1
 SOURCE = """
 #include "tw_dot.h"
 int64_t scratch_floats(void) { return TW_DOT_SCRATCH; }
-void dot(int64_t m, int64_t n, int64_t k, const void *a, int64_t lda, int32_t ta, int32_t ka, const void *b, int64_t ldb,
-         int32_t tb, int32_t kb, float *c, int64_t ldc, float *scratch) {
+void dot(int64_t m, int64_t n, int64_t k, const void *a, int64_t lda, int32_t ta, int32_t ka,
+         const void *b, int64_t ldb, int32_t tb, int32_t kb, float *c, int64_t ldc, float *scratch) {
     tw_operand x = {a, lda, ta, ka}, y = {b, ldb, tb, kb};
     tw_dot(m, n, k, x, y, c, ldc, scratch);
 }
@@ -41,7 +41,8 @@ def as_bf16(x: Floats) -> npt.NDArray[np.uint16]:
 
 def cut(x: Floats) -> Floats:
     """Values cut to bf16."""
-    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    bits: npt.NDArray[np.uint32] = x.view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
 
 
 def compile_library(folder: Path, *flags: str) -> ctypes.CDLL:
@@ -52,8 +53,8 @@ def compile_library(folder: Path, *flags: str) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(library))
     lib.scratch_floats.restype = ctypes.c_int64
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    operand = [pointer, size, flag, flag]
-    lib.dot.argtypes = [size, size, size, *operand, *operand, pointer, size, pointer]
+    operand = (pointer, size, flag, flag)
+    lib.dot.argtypes = (size, size, size, *operand, *operand, pointer, size, pointer)
     lib.dot.restype = None
     return lib
 
@@ -99,7 +100,8 @@ def caller(lib: ctypes.CDLL) -> Dot:
         del keep_a, keep_b
         assert (out[:, n:] == guard).all()
         assert (raw[start + floats :] == guard).all()
-        return out[:, :n].copy()
+        result: Floats = out[:, :n].copy()
+        return result
 
     return dot
 
@@ -155,7 +157,7 @@ def test_values(dot: Dot, shape: tuple[int, int, int], k_major: tuple[bool, bool
 
 
 def test_order_is_the_documented_one(dot: Dot) -> None:
-    """Small integers times powers of two: the order in fp64 arithmetic rounded to fp32 at each step."""
+    """The order of the header's first comment, with each step in fp64 and rounded to fp32."""
     a, b, c = operands(3, 5, 1100)
     want = c.copy()
     for k0 in range(0, 1100, 512):

@@ -9,11 +9,13 @@
  *
  * (the last chunk is filled with zeros to a multiple of 16). Every code path below goes through tw_dot_block_, which
  * does just this for a block of rows and columns; blocking, packing and storage type change where operands are read
- * from, never the order. bf16 converts to fp32 exactly, so it gives the bits of the same values held in fp32.
+ * from, never the order. bf16 converts to fp32 exactly, so it gives the bits of the same values held in fp32. Only the
+ * payload of a NaN is left open. All machines with a fused multiply-add agree; one without has bits of its own.
  *
  * Why this order: k is contiguous in both operands of the main case (activations [rows, K], weights [N, K]), so
  * vectors along k need no transposition, and a product of a few rows can stream the weights straight from memory.
- * The price is one tree of shuffles per block and chunk, hidden behind the next block's multiplications.
+ * The price is one tree of shuffles per block and chunk, 1/20 of the work at most and mostly hidden behind the next
+ * block's multiplications. Chunks of 1024 measured no better, and would hold half as many rows of A in L2.
  */
 #ifndef TW_DOT_H
 #define TW_DOT_H
@@ -48,6 +50,7 @@ typedef struct {
 #define TW_DOT_APACK (TW_DOT_MB * TW_DOT_KC)
 #define TW_DOT_SCRATCH (TW_DOT_APACK + TW_DOT_NB * TW_DOT_BLD) /* floats of scratch, 64-byte aligned */
 
+#define TW_DOT_OUTLINE static __attribute__((noinline, unused))
 #define TW_DOT_INLINE static inline __attribute__((always_inline, unused))
 
 typedef float tw_v8_ __attribute__((vector_size(32)));
@@ -55,6 +58,8 @@ typedef float tw_v4_ __attribute__((vector_size(16)));
 typedef float tw_v8u_ __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float tw_v4u_ __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t tw_u8_ __attribute__((vector_size(32)));
+typedef uint32_t tw_u4_ __attribute__((vector_size(16)));
+typedef uint16_t tw_h4u_ __attribute__((vector_size(8), aligned(2), may_alias));
 typedef uint16_t tw_h8u_ __attribute__((vector_size(16), aligned(2), may_alias));
 
 /*
@@ -64,21 +69,21 @@ typedef uint16_t tw_h8u_ __attribute__((vector_size(16), aligned(2), may_alias))
 #if defined(__FMA__) && defined(__x86_64__)
 #define TW_DOT_FMA(acc, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b))
 /*
- * The 3 x 4 inner step written out. It needs all sixteen registers, and gcc 12 spills accumulators in the loop from any
- * C form tried (intrinsics, asm multiply-adds, pinned loads), which costs 40% of the rate.
+ * The 3 x 4 inner step written out. It needs all sixteen registers, and gcc 12 spills accumulators in the loop from
+ * every C form tried. Operands in L1, of 92 GFLOP/s: this 88, multiply-adds as above 80, vector expressions 43.
  */
-#define TW_DOT_COLUMN_(at, col, c0, c1, c2)                     \
-    "vmovups " at "(%[" col "],%[k],4), %%ymm15\n\t"            \
-    "vfmadd231ps %%ymm15, %%ymm12, %[" c0 "]\n\t"               \
-    "vfmadd231ps %%ymm15, %%ymm13, %[" c1 "]\n\t"               \
+#define TW_DOT_COLUMN_(at, col, c0, c1, c2)          \
+    "vmovups " at "(%[" col "],%[k],4), %%ymm15\n\t" \
+    "vfmadd231ps %%ymm15, %%ymm12, %[" c0 "]\n\t"    \
+    "vfmadd231ps %%ymm15, %%ymm13, %[" c1 "]\n\t"    \
     "vfmadd231ps %%ymm15, %%ymm14, %[" c2 "]\n\t"
-#define TW_DOT_HALF_(at, x0, x1, x2)                            \
-    "vmovups " x0 "(%[a]), %%ymm12\n\t"                         \
-    "vmovups " x1 "(%[a]), %%ymm13\n\t"                         \
-    "vmovups " x2 "(%[a]), %%ymm14\n\t"                         \
-    TW_DOT_COLUMN_(at, "b0", "c00", "c10", "c20")               \
-    TW_DOT_COLUMN_(at, "b1", "c01", "c11", "c21")               \
-    TW_DOT_COLUMN_(at, "b2", "c02", "c12", "c22")               \
+#define TW_DOT_HALF_(at, x0, x1, x2)              \
+    "vmovups " x0 "(%[a]), %%ymm12\n\t"           \
+    "vmovups " x1 "(%[a]), %%ymm13\n\t"           \
+    "vmovups " x2 "(%[a]), %%ymm14\n\t"           \
+    TW_DOT_COLUMN_(at, "b0", "c00", "c10", "c20") \
+    TW_DOT_COLUMN_(at, "b1", "c01", "c11", "c21") \
+    TW_DOT_COLUMN_(at, "b2", "c02", "c12", "c22") \
     TW_DOT_COLUMN_(at, "b3", "c03", "c13", "c23")
 #define TW_DOT_STEP_3X4(acc, pa, pb, at)                                                                            \
     __asm__ volatile(TW_DOT_HALF_("", "", "32", "64") TW_DOT_HALF_("32", "96", "128", "160")                        \
@@ -98,7 +103,7 @@ typedef uint16_t tw_h8u_ __attribute__((vector_size(16), aligned(2), may_alias))
             "vxorps %[c12], %[c12], %[c12]\n\t vxorps %[c13], %[c13], %[c13]\n\t vxorps %[c20], %[c20], %[c20]\n\t" \
             "vxorps %[c21], %[c21], %[c21]\n\t vxorps %[c22], %[c22], %[c22]\n\t vxorps %[c23], %[c23], %[c23]\n\t" \
             ".p2align 5\n1:\n\t" TW_DOT_HALF_("", "", "32", "64") TW_DOT_HALF_("32", "96", "128", "160")            \
-            "add $192, %[a]\n\t add $16, %[k]\n\t cmp %[n], %[k]\n\t jl 1b\n\t"                                  \
+            "add $192, %[a]\n\t add $16, %[k]\n\t cmp %[n], %[k]\n\t jl 1b\n\t"                                     \
             : [c00] "=&x"(acc[0][0]), [c01] "=&x"(acc[0][1]), [c02] "=&x"(acc[0][2]), [c03] "=&x"(acc[0][3]),       \
               [c10] "=&x"(acc[1][0]), [c11] "=&x"(acc[1][1]), [c12] "=&x"(acc[1][2]), [c13] "=&x"(acc[1][3]),       \
               [c20] "=&x"(acc[2][0]), [c21] "=&x"(acc[2][1]), [c22] "=&x"(acc[2][2]), [c23] "=&x"(acc[2][3]),       \
@@ -129,7 +134,7 @@ TW_DOT_INLINE float tw_dot_load1_(const void *p, int64_t at, int bf16) {
     return value;
 }
 
-/* One row's four lane vectors to the t[0], t[1] of the order above: {x0.t0 x0.t1 x2.t0 x2.t1 x1.t0 x1.t1 x3.t0 x3.t1} */
+/* One row's four lane vectors to the t of the order above: {x0.t0 x0.t1 x2.t0 x2.t1 x1.t0 x1.t1 x3.t0 x3.t1} */
 TW_DOT_INLINE tw_v8_ tw_dot_tree_(const tw_v8_ x[4]) {
     const tw_v8_ x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3];
     tw_v8_ s01 = __builtin_shufflevector(x0, x1, 0, 1, 2, 3, 8, 9, 10, 11) +
@@ -215,15 +220,48 @@ TW_DOT_INLINE void tw_dot_block_(int rows, int bf16, int fetch, int64_t kc, cons
 /* Rows of the next block out of `left`: threes, and no lone last row unless there is only one. */
 TW_DOT_INLINE int tw_dot_rows_(int64_t left) { return left == 4 || left == 2 ? 2 : left == 1 ? 1 : 3; }
 
-/* `rows` rows (columns of B) from index `row`, k in [k0, k0+kc), as out[r*stride_r + (k/8)*stride_k + k%8], fp32, zeros
+/* Four values of one k, of rows side by side. */
+TW_DOT_INLINE tw_v4_ tw_dot_load4_(const void *p, int bf16) {
+    if (!bf16) return *(const tw_v4u_ *)p;
+    return (tw_v4_)(__builtin_convertvector(*(const tw_h4u_ *)p, tw_u4_) << 16);
+}
+
+/* 8 values of k of four neighbouring rows of a k_major operand, turned. */
+TW_DOT_INLINE void tw_dot_turn_(const char *from, int64_t ld, int bf16, float *to, int64_t stride_r) {
+    for (int h = 0; h < 8; h += 4) {
+        tw_v4_ x[4];
+        for (int k = 0; k < 4; k++) x[k] = tw_dot_load4_(from + (h + k) * ld * (bf16 ? 2 : 4), bf16);
+        const tw_v4_ l01 = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5);
+        const tw_v4_ h01 = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+        const tw_v4_ l23 = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+        const tw_v4_ h23 = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+        *(tw_v4u_ *)(to + h) = __builtin_shufflevector(l01, l23, 0, 1, 4, 5);
+        *(tw_v4u_ *)(to + h + stride_r) = __builtin_shufflevector(l01, l23, 2, 3, 6, 7);
+        *(tw_v4u_ *)(to + h + 2 * stride_r) = __builtin_shufflevector(h01, h23, 0, 1, 4, 5);
+        *(tw_v4u_ *)(to + h + 3 * stride_r) = __builtin_shufflevector(h01, h23, 2, 3, 6, 7);
+    }
+}
+
+TW_DOT_INLINE int64_t tw_dot_padded_(int64_t kc) { return (kc + TW_DOT_STEP - 1) / TW_DOT_STEP * TW_DOT_STEP; }
+
+/* Rows [row, row+rows) of an operand over k in [k0, k0+kc) as out[r*stride_r + (k/8)*stride_k + k%8]: fp32, and zeros
    up to the padded length. */
-static __attribute__((noinline, unused)) void tw_dot_pack_(tw_operand x, int64_t row, int64_t rows, int64_t k0, int64_t kc,
-                                                           float *out, int64_t stride_r, int64_t stride_k) {
+TW_DOT_OUTLINE void tw_dot_pack_(tw_operand x, int64_t row, int64_t rows, int64_t k0, int64_t kc, float *out,
+                                 int64_t stride_r, int64_t stride_k) {
     const int bf16 = x.dtype == TW_BF16;
-    const int64_t size = bf16 ? 2 : 4, padded = (kc + TW_DOT_STEP - 1) / TW_DOT_STEP * TW_DOT_STEP;
+    const int64_t size = bf16 ? 2 : 4, padded = tw_dot_padded_(kc);
+    const int64_t turned = x.k_major ? rows / 4 * 4 : 0;
+    for (int64_t k = 0; turned && k + 8 <= kc; k += 8) {
+        for (int64_t r = 0; r < turned; r += 4) {
+            const char *from = (const char *)x.data + ((k0 + k) * x.ld + row + r) * size;
+            float *to = out + r * stride_r + k / 8 * stride_k;
+            if (bf16) tw_dot_turn_(from, x.ld, 1, to, stride_r);
+            else tw_dot_turn_(from, x.ld, 0, to, stride_r);
+        }
+    }
     for (int64_t r = 0; r < rows; r++) {
         float *to = out + r * stride_r;
-        int64_t k = 0;
+        int64_t k = r < turned ? kc / 8 * 8 : 0;
         if (!x.k_major) {
             const char *from = (const char *)x.data + ((row + r) * x.ld + k0) * size;
             if (bf16)
@@ -239,11 +277,10 @@ static __attribute__((noinline, unused)) void tw_dot_pack_(tw_operand x, int64_t
 }
 
 /* All packed rows of A against four columns of B, one chunk. */
-static __attribute__((noinline, unused)) void tw_dot_column_(int64_t m, int64_t kc, const float *a, const void *const b[4],
-                                                             int bf16, int cols, float *c, int64_t ldc,
-                                                             tw_dot_ahead_ ahead) {
+TW_DOT_OUTLINE void tw_dot_column_(int64_t m, int64_t kc, const float *a, const void *const b[4], int bf16, int cols,
+                                   float *c, int64_t ldc, tw_dot_ahead_ ahead) {
     const int few = m <= 24; /* few rows wait for memory and fetch evenly in the loop; many fetch between blocks */
-    const int64_t share = few ? ahead.step * (kc / TW_DOT_STEP) : (ahead.step * (kc / TW_DOT_STEP) + 63) & -64;
+    const int64_t even = ahead.step * (kc / TW_DOT_STEP), share = few ? even : (even + 63) & -64;
     for (int64_t i = 0; i < m;) {
         const int rows = tw_dot_rows_(m - i);
         const float *ai = a + i * kc;
@@ -267,54 +304,54 @@ static __attribute__((noinline, unused)) void tw_dot_column_(int64_t m, int64_t 
     }
 }
 
+/* Packed rows of A (m of them, one chunk) against columns [j0, j0+n) of B; n <= 4, or <= TW_DOT_NB if B is k_major. */
+TW_DOT_INLINE void tw_dot_columns_(int64_t m, int64_t N, int64_t j0, int64_t n, int64_t k, int64_t kc, const float *a,
+                                   tw_operand b, float *c, int64_t ldc, float *bpack) {
+    const int bf16 = b.dtype == TW_BF16;
+    const int64_t size = bf16 ? 2 : 4, padded = tw_dot_padded_(kc);
+    /* Read in place where rows of B are vectors as they lie; bf16 is worth converting once many rows use it. */
+    const int direct = !b.k_major && kc == padded && !(bf16 && m > 8);
+    if (!direct) tw_dot_pack_(b, j0, n, k, kc, bpack, TW_DOT_BLD, 8);
+    for (int64_t j = 0; j < n; j += 4) {
+        const int cols = n - j < 4 ? (int)(n - j) : 4;
+        const void *col[4];
+        tw_dot_ahead_ ahead;
+        ahead.step = b.k_major ? 0 : TW_DOT_STEP * size / ((m + 2) / 3); /* one chunk over all blocks of rows */
+        for (int q = 0; q < 4; q++) {
+            const int64_t jq = j + (q < cols ? q : cols - 1); /* columns past the edge: the last again, never added */
+            const int64_t ja = j0 + n + q < N ? j0 + n + q : N - 1;
+            col[q] = direct ? (const char *)b.data + ((j0 + jq) * b.ld + k) * size
+                            : (const char *)(bpack + jq * TW_DOT_BLD);
+            ahead.col[q] = b.k_major ? (const char *)col[q] : (const char *)b.data + (ja * b.ld + k) * size;
+        }
+        tw_dot_column_(m, padded, a, col, bf16 && direct, cols, c + j, ldc, ahead);
+    }
+}
+
+/* C[i*ldc + j] += sum_k A(i, k) * B(j, k) for i < M, j < N. scratch: TW_DOT_SCRATCH floats, 64-byte aligned. */
 static __attribute__((unused)) void tw_dot(int64_t M, int64_t N, int64_t K, tw_operand a, tw_operand b, float *c,
                                            int64_t ldc, float *scratch) {
     if (M <= 0 || N <= 0 || K <= 0) return;
     float *apack = scratch, *bpack = scratch + TW_DOT_APACK;
-    const int64_t mblocks = (M + TW_DOT_MB - 1) / TW_DOT_MB, mb = (M + mblocks - 1) / mblocks;
-    const int64_t chunks = TW_DOT_APACK / (mb * TW_DOT_KC), kb = chunks * TW_DOT_KC; /* as much of k as fits */
-    const int bf16 = b.dtype == TW_BF16;
-    const int64_t size = bf16 ? 2 : 4;
+    const int64_t parts = (M + TW_DOT_MB - 1) / TW_DOT_MB, mb = (M + parts - 1) / parts; /* even parts of the rows */
+    const int64_t kb = TW_DOT_APACK / (mb * TW_DOT_KC) * TW_DOT_KC; /* as many chunks as fit: few rows go on along k */
     const int64_t nb = b.k_major ? TW_DOT_NB : 4;
     for (int64_t k0 = 0; k0 < K; k0 += kb) {
         const int64_t kend = k0 + kb < K ? k0 + kb : K;
         for (int64_t i0 = 0; i0 < M; i0 += mb) {
             const int64_t m = i0 + mb < M ? mb : M - i0;
-            const int64_t blocks = (m + 2) / 3;
             for (int64_t k = k0; k < kend; k += TW_DOT_KC) {
                 const int64_t kc = k + TW_DOT_KC < kend ? TW_DOT_KC : kend - k;
-                const int64_t padded = (kc + TW_DOT_STEP - 1) / TW_DOT_STEP * TW_DOT_STEP;
-                float *out = apack + (k - k0) * m;
-                for (int64_t i = 0; i < m;) {
-                    const int rows = tw_dot_rows_(m - i);
-                    tw_dot_pack_(a, i0 + i, rows, k, kc, out + i * padded, 8, rows * 8);
-                    i += rows;
+                for (int64_t i = 0, rows; i < m; i += rows) {
+                    rows = tw_dot_rows_(m - i);
+                    tw_dot_pack_(a, i0 + i, rows, k, kc, apack + (k - k0) * m + i * tw_dot_padded_(kc), 8, rows * 8);
                 }
             }
             for (int64_t j0 = 0; j0 < N; j0 += nb) {
                 const int64_t n = j0 + nb < N ? nb : N - j0;
                 for (int64_t k = k0; k < kend; k += TW_DOT_KC) {
                     const int64_t kc = k + TW_DOT_KC < kend ? TW_DOT_KC : kend - k;
-                    const int64_t padded = (kc + TW_DOT_STEP - 1) / TW_DOT_STEP * TW_DOT_STEP;
-                    const int direct = !b.k_major && kc == padded && !(bf16 && m > 8);
-                    if (!direct) tw_dot_pack_(b, j0, n, k, kc, bpack, TW_DOT_BLD, 8);
-                    for (int64_t j = 0; j < n; j += 4) {
-                        const int cols = n - j < 4 ? (int)(n - j) : 4;
-                        const void *col[4];
-                        tw_dot_ahead_ ahead;
-                        ahead.step = TW_DOT_STEP * size / blocks;
-                        for (int q = 0; q < 4; q++) {
-                            const int64_t jq = j + (q < cols ? q : cols - 1); /* columns beyond the edge: the last again */
-                            const int64_t ja = j0 + n + q < N ? j0 + n + q : N - 1;
-                            col[q] = direct ? (const char *)b.data + ((j0 + jq) * b.ld + k) * size
-                                            : (const char *)(bpack + jq * TW_DOT_BLD);
-                            ahead.col[q] = b.k_major ? (const char *)col[q]
-                                                     : (const char *)b.data + (ja * b.ld + k) * size;
-                        }
-                        if (b.k_major) ahead.step = 0;
-                        tw_dot_column_(m, padded, apack + (k - k0) * m, col, bf16 && direct, cols,
-                                       c + i0 * ldc + j0 + j, ldc, ahead);
-                    }
+                    tw_dot_columns_(m, N, j0, n, k, kc, apack + (k - k0) * m, b, c + i0 * ldc + j0, ldc, bpack);
                 }
             }
         }
