@@ -165,9 +165,7 @@ def check_array(memory: Memory, array: Any) -> None:
     elif hasattr(array, "data_ptr"):
         dtype, contiguous, device = str(array.dtype).removeprefix("torch."), array.is_contiguous(), array.device.type
     else:
-        raise ArgumentError(
-            f"argument '{memory.name}' needs a torch tensor or NumPy array, got {type(array).__name__}"
-        )
+        raise ArgumentError(f"argument '{memory.name}' needs a torch tensor or NumPy array, got {type(array).__name__}")
     if dtype != memory.dtype.name:
         raise ArgumentError(f"argument '{memory.name}' needs dtype {memory.dtype}, got {dtype}")
     if not contiguous:

@@ -30,7 +30,7 @@ def _cause(info: AbortInfo, timeout_s: float) -> str:
 
 
 def describe_record(lowered: Lowered, record: WorkerRecord) -> str:
-    """`rank 1 worker 0: gate_up[expert=3, m=0, n=1] at kernels.py:180 waits for ready[3, 0]: expected 128, observed 64`."""
+    """One worker, as in `rank 1 worker 0: down[expert=3, m=0] at k.py:18 waits for ready[3]: expected 8, observed 4`."""
     who = f"rank {record.rank} " + ("host" if record.worker is None else f"worker {record.worker}")
     if record.site in (SITE_ENTER, SITE_GATHER):
         what = "enter the launch" if record.site == SITE_ENTER else "join a collective call"
@@ -43,7 +43,7 @@ def describe_record(lowered: Lowered, record: WorkerRecord) -> str:
         return f"{who}: {task.name}[{grid}] {record.state}"
     site = lowered.sites[record.site]
     counters = site.op.signal
-    index = np.unravel_index(record.signal_index, [int(s) for s in counters.shape])  # type: ignore[arg-type]
+    index = np.unravel_index(record.signal_index, counters.static_shape)
     at = ", ".join(str(int(i)) for i in index)
     return (
         f"{who}: {task.name}[{grid}] at {place(site.op.location)} waits for {counters.name}[{at}]: "

@@ -23,7 +23,6 @@ from tileweave.primitives.ops import (
     Elementwise,
     Expand,
     Fence,
-    Fill,
     Load,
     Op,
     Reduce,

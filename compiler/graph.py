@@ -148,9 +148,7 @@ def _hub_edges(hubs: Sequence[Hub], first: int) -> tuple[Edges, int]:
     targets = [h.waits for h in hubs]
     numbers = np.arange(first, first + len(hubs), dtype=np.int64)
     empty = np.empty(0, dtype=np.int64)
-    into = Edges.of(
-        "sync", np.concatenate([empty, *sources]), np.repeat(numbers, [len(s) for s in sources] or [])
-    )
+    into = Edges.of("sync", np.concatenate([empty, *sources]), np.repeat(numbers, [len(s) for s in sources] or []))
     out = Edges.of("sync", np.repeat(numbers, [len(t) for t in targets] or []), np.concatenate([empty, *targets]))
     return Edges.join([into, out]), first + len(hubs)
 
@@ -169,9 +167,7 @@ def _data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) 
     """Dependences through one memory, in the order in which the kernel declares its tasks."""
     uses = _cell_uses(regions, segments, boxes)
     # A phase is a run of uses of one cell by one task, all reads or all writes.
-    starts = np.concatenate(
-        ([True], (uses.cell[1:] != uses.cell[:-1]) | (uses.group[1:] != uses.group[:-1]))
-    )
+    starts = np.concatenate(([True], (uses.cell[1:] != uses.cell[:-1]) | (uses.group[1:] != uses.group[:-1])))
     phase = np.cumsum(starts) - 1
     phase_cell, phase_write = uses.cell[starts], uses.is_write[starts]
     source_phase, target_phase, kind = _phase_links(phase_cell, phase_write)
@@ -282,7 +278,8 @@ def _mix(value: IntArray, seed: int) -> npt.NDArray[np.uint64]:
         z = value.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(seed)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+        return mixed
 
 
 def print_graph(graph: Graph) -> str:
@@ -290,8 +287,10 @@ def print_graph(graph: Graph) -> str:
     regions = graph.regions
     world = regions.program.world_size
     lines = [
-        f"graph of {regions.program.name}: {regions.num_tiles} tiles, {graph.num_segments} segments, "
-        f"{graph.num_hubs} hubs, {len(graph.edges.source)} edges"
+        (
+            f"graph of {regions.program.name}: {regions.num_tiles} tiles, {graph.num_segments} segments, "
+            f"{graph.num_hubs} hubs, {len(graph.edges.source)} edges"
+        )
     ]
     for task, instances in zip(regions.program.tasks, regions.instances, strict=True):
         per_rank = np.bincount(instances.env.rank, minlength=world)

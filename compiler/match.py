@@ -102,7 +102,7 @@ def _require(regions: Regions, segments: Segments, counter: _Counter, target: in
     if target == arriving:
         return
     node = int(counter.wait_node[counter.target == target][0])
-    place = np.unravel_index(counter.index, [int(s) for s in regions.program.by_name[counter.name].shape])  # type: ignore[arg-type]
+    place = np.unravel_index(counter.index, regions.program.by_name[counter.name].static_shape)
     at = ", ".join(str(int(i)) for i in place)
     op = regions.ops[int(counter.wait_op[counter.target == target][0])]
     what = "it would wait forever" if target > arriving else "it would pass before the last of them"

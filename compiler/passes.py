@@ -24,7 +24,9 @@ class Analysis:
     queues: Queues
 
 
-def compile_program(kernel: Kernel, specs: tuple[object, ...], world_size: int, config: Config) -> tuple[Program, Schedule]:
+def compile_program(
+    kernel: Kernel, specs: tuple[object, ...], world_size: int, config: Config
+) -> tuple[Program, Schedule]:
     """The passes that need no routing: trace → verify → schedule keys."""
     program = trace(kernel, specs, world_size, config.tunables)
     verify(program)

@@ -202,7 +202,8 @@ def ragged_arange(counts: IntArray) -> IntArray:
     """`0 … counts[0]-1, 0 … counts[1]-1, …` end to end."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
+    offsets: IntArray = np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
+    return offsets
 
 
 class _Collector:
@@ -247,7 +248,8 @@ class _Collector:
         # One iteration's steps are reserved at the widest that any tile needs, so that order is kept.
         width = _width(op.body, inner)
         self.walk(op.body, inner, tiles[which], step[which] + iteration * width)
-        return step + trips * width
+        after: IntArray = step + trips * width
+        return after
 
     def _collect(self, op: Op, number: int, at: _At) -> None:
         if isinstance(op, SignalOp):
@@ -263,7 +265,7 @@ class _Collector:
 
     def _counts(self, op: SignalOp | WaitOp, number: int, at: _At, owner: IntArray, amount: IntArray) -> Counts:
         linear = np.zeros(len(at.tiles), dtype=np.int64)
-        for axis, (item, size) in enumerate(zip(op.index, op.signal.shape, strict=True)):
+        for axis, (item, size) in enumerate(zip(op.index, op.signal.static_shape, strict=True)):
             position = evaluate(item, at.env)
             bad = np.flatnonzero((position < 0) | (position >= size))
             if len(bad):
@@ -272,7 +274,7 @@ class _Collector:
                     f"{axis}, which has size {size}",
                     op.location,
                 )
-            linear = linear * int(size) + position  # type: ignore[arg-type]
+            linear = linear * size + position
         return Counts(at.tiles, at.step, owner, np.full(len(at.tiles), number), linear, amount)
 
     def _boxes(self, access: Access, op: Op, number: int, at: _At) -> Boxes:
@@ -371,9 +373,7 @@ def _expand_rows(access: Access, env: Env) -> tuple[IntArray, dict[int, IntArray
 
 def row_values(rows: Rows, env: Env, offset: IntArray) -> IntArray:
     """Entries of `rows` at `offset` from the slice's start, one an instance of `env`."""
-    indices = [
-        evaluate(i.start, env) + offset if isinstance(i, Slice) else evaluate(i, env) for i in rows.index
-    ]
+    indices = [evaluate(i.start, env) + offset if isinstance(i, Slice) else evaluate(i, env) for i in rows.index]
     return read_table(TableRead(rows.table.name, (), rows.table.dims), indices, env)
 
 
@@ -403,5 +403,3 @@ def written(boxes: Mapping[str, Boxes]) -> Iterator[tuple[str, Boxes]]:
     for name, box in boxes.items():
         if box.is_write.any():
             yield name, box
-
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -139,7 +140,7 @@ def build_queues(schedule: Schedule, regions: Regions) -> Queues:
     order = np.lexsort((tile, *reversed(columns), lane, rank))
     slot = (rank * len(schedule.lanes) + lane)[order]
     cuts = np.searchsorted(slot, np.arange(regions.program.world_size * len(schedule.lanes) + 1))
-    pieces = [tile[order][a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    pieces = [tile[order][a:b] for a, b in pairwise(cuts)]
     width = len(schedule.lanes)
     return Queues(
         schedule, regions, tuple(tuple(pieces[r * width : (r + 1) * width]) for r in range(regions.program.world_size))
@@ -217,8 +218,10 @@ def _cycle(source: IntArray, target: IntArray, inside: set[int]) -> list[int]:
 def print_schedule(schedule: Schedule, program: Program) -> str:
     """Lanes and keys."""
     lines = [f"schedule of {program.name}: order {schedule.order}, {schedule.queue} queues"]
-    for lane in schedule.lanes:
-        lines.append(f"  lane {lane.name}: roles {' '.join(lane.roles)}; workers {' '.join(map(str, lane.workers))}")
+    lines += [
+        f"  lane {lane.name}: roles {' '.join(lane.roles)}; workers {' '.join(map(str, lane.workers))}"
+        for lane in schedule.lanes
+    ]
     for task, key in zip(program.tasks, schedule.keys, strict=True):
         lines.append(f"  key {task.name}: ({', '.join(map(str, key))})")
     return "\n".join(lines) + "\n"

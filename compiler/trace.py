@@ -37,7 +37,7 @@ class Kernel:
             if p.kind is not inspect.Parameter.KEYWORD_ONLY
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> None:
+    def __call__(self, *_: object, **__: object) -> None:
         raise TraceError(
             f"kernel '{self.name}' is compiled before it is called: tw.compile({self.name}, …)(…)", self.location
         )
@@ -89,9 +89,7 @@ def trace(source: Kernel, specs: tuple[object, ...], world_size: int, tunables: 
     with recording(recorder):
         bound = [_bind(recorder, name, spec) for name, spec in zip(names, specs, strict=True)]
         source.function(*bound, **{**source.tunables, **tunables})
-    return Program(
-        source.name, world_size, tuple(recorder.memories.values()), tuple(recorder.tasks), source.location
-    )
+    return Program(source.name, world_size, tuple(recorder.memories.values()), tuple(recorder.tasks), source.location)
 
 
 def _bind(recorder: Recorder, name: str, spec: Any) -> Any:

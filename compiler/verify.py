@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tileweave.compiler.program import Program
-from tileweave.errors import VerifyError
+from tileweave.errors import SourceLocation, VerifyError
 from tileweave.primitives import expr
 from tileweave.primitives.expr import Const, Dim, Expr, Index, LoopIndex, TableRead
 from tileweave.primitives.memory import Rows, Slice, Tensor
@@ -106,12 +106,12 @@ def _check_body(body: tuple[Op, ...], known: set[Expr], task: Task) -> None:
             _check_body(op.body, known, task)
 
 
-def _check_symbols(scalar: Expr, known: set[Expr], location: object, task: Task) -> None:
+def _check_symbols(scalar: Expr, known: set[Expr], location: SourceLocation | None, task: Task) -> None:
     for part in expr.walk(scalar):
         if isinstance(part, (Index, LoopIndex)) and part not in known:
             raise VerifyError(
                 f"task '{task.name}' uses `{part}` outside its grid or loop",
-                location if location is None else task.location,  # type: ignore[arg-type]
+                location,
             )
         if isinstance(part, TableRead) and not part.indices:
             raise VerifyError(f"table '{part.table}' is read without an index", task.location)

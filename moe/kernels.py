@@ -8,7 +8,9 @@ expert and in global token order inside an expert.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
 from tileweave.compiler.trace import kernel
 from tileweave.moe.activations import ACTIVATIONS
 from tileweave.moe.routing import Plan
@@ -16,6 +18,7 @@ from tileweave.primitives import language as tw
 from tileweave.primitives.expr import Expr, ScalarLike
 from tileweave.primitives.memory import Memory, Signal, Symmetric, Table, Tensor
 from tileweave.primitives.tile import Tile
+
 
 @dataclass(frozen=True)
 class WeightSpecs:
@@ -72,7 +75,7 @@ def moe_layer(
     out: Tensor,
     shape: LayerShape,
     *,
-    tiles: Tiles = Tiles(),  # noqa: B008  (frozen)
+    tiles: Tiles = Tiles(),
 ) -> None:
     """Dispatch, grouped GEMM with activation, grouped GEMM, combine: a whole MoE layer in one kernel.
 
@@ -93,7 +96,7 @@ def dispatch_gemm(
     out: Tensor,
     shape: LayerShape,
     *,
-    tiles: Tiles = Tiles(),  # noqa: B008  (frozen)
+    tiles: Tiles = Tiles(),
 ) -> None:
     """The first half: rows to their experts, and `out` `[num_rows, intermediate]` = their activations."""
     received = dispatch(x, plan, shape, tiles)
@@ -109,7 +112,7 @@ def gemm_combine(
     out: Tensor,
     shape: LayerShape,
     *,
-    tiles: Tiles = Tiles(),  # noqa: B008  (frozen)
+    tiles: Tiles = Tiles(),
 ) -> None:
     """The second half: `activations` `[num_rows, intermediate]` to the weighted sum `out` `[num_tokens, hidden]`."""
     results = grouped_gemm(activations, weights, plan, shape, tiles)
@@ -123,7 +126,7 @@ def dispatch(x: Tensor, plan: Plan[Table], shape: LayerShape, tiles: Tiles) -> R
     their number to the tile's counter, so that a partial tile is counted exactly.
     """
     _, hidden = x.shape
-    received = tw.symmetric("received", (shape.capacity, int(hidden)), x.dtype)  # type: ignore[arg-type]
+    received = tw.symmetric("received", (shape.capacity, int(hidden)), x.dtype)
     counters = tw.signals("received_rows", (shape.num_local_experts, row_tiles(shape.capacity, tiles)))
 
     def num_tiles(expert: Expr, peer: Expr) -> Expr:
@@ -158,7 +161,7 @@ def grouped_gemm_activation(
 ) -> Ready:
     """`activation(rows · gateᵀ) * (rows · upᵀ)` for each expert's rows, or `activation(rows · upᵀ)` when not gated."""
     _, wide, _ = weights.gate_up.shape
-    width = int(wide) // 2 if shape.gated else int(wide)  # type: ignore[call-overload]
+    width = int(wide) // 2 if shape.gated else int(wide)
     memory = tw.workspace("activations", (shape.capacity, width), weights.gate_up.dtype) if out is None else out
     counters = tw.signals("activation_tiles", (shape.num_local_experts, row_tiles(shape.capacity, tiles)))
 
@@ -188,7 +191,7 @@ def grouped_gemm(
 
     Each tile tells every source rank how many of its rows it has finished in this column tile.
     """
-    hidden = int(weights.down.shape[1])  # type: ignore[call-overload]
+    hidden = int(weights.down.shape[1])
     source = activations.memory if isinstance(activations, Ready) else activations
     results = tw.symmetric("results", (shape.capacity, hidden), weights.down.dtype)
     counters = tw.signals("result_rows", (tw.ceildiv(hidden, tiles.columns),))
@@ -197,7 +200,7 @@ def grouped_gemm(
     def down(expert: Expr, m: Expr, n: Expr) -> None:
         rows = expert_rows(plan, expert, m, tiles)
         if isinstance(activations, Ready):
-            width = int(source.shape[1])  # type: ignore[call-overload]
+            width = int(source.shape[1])
             tw.wait(activations.counters, (expert, m), tw.ceildiv(width, tiles.columns))
         columns = tw.ds(n * tiles.columns, tiles.columns, stop=hidden)
         (value,) = linear(source, rows, weights.down, [(expert, columns)], tiles)
@@ -217,10 +220,10 @@ def shared_expert(x: Tensor, weights: WeightSpecs, shape: LayerShape, tiles: Til
         return None
     num_tokens, hidden = x.shape
     gate_up, down = weights.shared_gate_up, weights.shared_down
-    width = int(down.shape[1])  # type: ignore[call-overload]
+    width = int(down.shape[1])
     middle = tw.workspace("shared_activations", (shape.max_tokens, width), x.dtype)
     middle_done = tw.signals("shared_activation_tiles", (row_tiles(shape.max_tokens, tiles),))
-    memory = tw.workspace("shared_results", (shape.max_tokens, int(hidden)), x.dtype)  # type: ignore[arg-type]
+    memory = tw.workspace("shared_results", (shape.max_tokens, int(hidden)), x.dtype)
     counters = tw.signals("shared_rows", (tw.ceildiv(hidden, tiles.columns),))
 
     def grid(columns: ScalarLike) -> dict[str, ScalarLike]:
@@ -255,7 +258,7 @@ def combine(
 ) -> None:
     """`out[t]` = Σ over slots, in slot order and fp32, of weight · result row, plus the shared expert's row."""
     num_tokens, hidden = out.shape
-    num_topk = int(topk_weights.shape[1])  # type: ignore[call-overload]
+    num_topk = int(topk_weights.shape[1])
     assert isinstance(results.memory, Symmetric)
 
     @tw.task(grid={"n": tw.ceildiv(hidden, tiles.columns), "t": tw.ceildiv(num_tokens, tiles.tokens)}, role="reduce")
@@ -294,7 +297,7 @@ def expert_rows(plan: Plan[Table], expert: Expr, m: Expr, tiles: Tiles) -> tw.Sl
 
 
 def linear(
-    x: Memory, rows: tw.Slice, weight: Memory, columns: list[tuple[ScalarLike | tw.Slice, ...]], tiles: Tiles
+    x: Memory, rows: tw.Slice, weight: Memory, columns: Sequence[tuple[ScalarLike | tw.Slice, ...]], tiles: Tiles
 ) -> list[Tile]:
     """`x[rows] · weight[columns]ᵀ` for each entry of `columns`, sharing the loads of `x`."""
     depth = x.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from tileweave.codegen.compiled import CompiledKernel, compile
+from tileweave.codegen.compiled import CompiledKernel
+from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.codegen.trace import TraceEvent
 from tileweave.compiler.config import Config
 from tileweave.errors import ArgumentError, PeerError
@@ -32,6 +33,7 @@ from tileweave.primitives.group import Group, current_group
 from tileweave.primitives.memory import Tensor
 
 _SMALLEST_CAPACITY = 256
+_WEIGHT_NAMES = tuple(ExpertWeights.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class MoELayer(nn.Module):
         self._capacity = Capacity(capacity or 0, 0)
         own = self.placement.experts_of(self.group.rank)
         first = int(own[0]) if len(own) else 0
-        self._set_parameters(random_weights(config, range(first, first + len(own)), seed))
+        self._set_parameters(vars(random_weights(config, range(first, first + len(own)), seed)))
         self.router: Router | None = None
         if config.num_topk <= config.num_experts:
             self.router = Router(
@@ -96,15 +98,14 @@ class MoELayer(nn.Module):
                 values = torch.randn(config.num_experts, config.hidden, generator=generator)
                 self.router.weight.copy_(values * config.hidden**-0.5)
 
-    def _set_parameters(self, weights: ExpertWeights) -> None:
-        for name in ExpertWeights.__dataclass_fields__:
-            tensor: torch.Tensor | None = getattr(weights, name)
+    def _set_parameters(self, weights: Mapping[str, torch.Tensor | None]) -> None:
+        for name, tensor in weights.items():
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     @property
     def weights(self) -> ExpertWeights:
         """This rank's expert weights, as stored."""
-        return ExpertWeights(**{name: getattr(self, name) for name in ExpertWeights.__dataclass_fields__})
+        return ExpertWeights(**{name: getattr(self, name) for name in _WEIGHT_NAMES})
 
     def load_experts(self, weights: ExpertWeights) -> None:
         """Take weights of all experts, `[num_experts, …]`, and keep this rank's.
@@ -114,12 +115,15 @@ class MoELayer(nn.Module):
         """
         weights.check(self.config, self.config.num_experts)
         own = torch.from_numpy(self.placement.experts_of(self.group.rank))
-        kept = {
-            name: None if (tensor := getattr(weights, name)) is None
-            else (tensor if name.startswith("shared") else tensor[own]).detach().clone().contiguous()
-            for name in ExpertWeights.__dataclass_fields__
-        }  # fmt: skip
-        self._set_parameters(replace(weights, **kept))
+
+        def keep(name: str) -> torch.Tensor | None:
+            tensor: torch.Tensor | None = getattr(weights, name)
+            if tensor is None:
+                return None
+            part = tensor if name.startswith("shared") else tensor[own]
+            return part.detach().clone(memory_format=torch.contiguous_format)
+
+        self._set_parameters({name: keep(name) for name in _WEIGHT_NAMES})
 
     @torch.no_grad()
     def forward(
@@ -208,7 +212,11 @@ class MoELayer(nn.Module):
 
     def _shape(self) -> LayerShape:
         return LayerShape(
-            self.placement.max_local, self._capacity.rows, self._capacity.tokens, self.config.activation, self.config.gated
+            self.placement.max_local,
+            self._capacity.rows,
+            self._capacity.tokens,
+            self.config.activation,
+            self.config.gated,
         )
 
     def compiled(self) -> CompiledKernel:
@@ -225,7 +233,7 @@ def default_run_config(group: Group) -> Config:
 def compile_layer(config: MoEConfig, world_size: int, shape: LayerShape, run: Config) -> CompiledKernel:
     """The layer kernel for one shape; the same one for equal arguments, so layers of a model share it."""
     placement = Placement.contiguous(config.num_experts, world_size)
-    return compile(moe_layer, *layer_specs(config, placement), shape, world_size=world_size, config=run)
+    return compile_kernel(moe_layer, *layer_specs(config, placement), shape, world_size=world_size, config=run)
 
 
 def layer_specs(config: MoEConfig, placement: Placement) -> tuple[object, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tileweave.codegen.compiled import CompiledKernel, compile
+from tileweave.codegen.compiled import CompiledKernel
+from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.compiler.config import Config
 from tileweave.compiler.trace import kernel
 from tileweave.errors import ArgumentError, ConfigError
@@ -16,7 +17,9 @@ from tileweave.primitives.memory import Tensor
 
 
 @kernel
-def router_logits(x: Tensor, weight: Tensor, logits: Tensor, *, rows: int = 64, columns: int = 64, depth: int = 8192) -> None:
+def router_logits(
+    x: Tensor, weight: Tensor, logits: Tensor, *, rows: int = 64, columns: int = 64, depth: int = 8192
+) -> None:
     """`logits` `[num_tokens, num_experts]` = x `[num_tokens, hidden]` · weightᵀ.
 
     On fixed tiles, so that a row's bits do not depend on how many rows share the product.
@@ -51,7 +54,13 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, num_experts: int, num_topk: int, *, renormalize: bool = True, dtype: torch.dtype = torch.float32
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        renormalize: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if not 1 <= num_topk <= num_experts:
@@ -60,7 +69,7 @@ class Router(nn.Module):
         self.renormalize = renormalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=dtype))
         nn.init.normal_(self.weight, std=hidden**-0.5)
-        self._kernel: CompiledKernel = compile(
+        self._kernel: CompiledKernel = compile_kernel(
             router_logits,
             Tensor(("num_tokens", hidden), dtype),
             Tensor((num_experts, hidden), dtype),

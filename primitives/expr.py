@@ -305,7 +305,9 @@ def print_expr(expr: Expr, outer: int = 0) -> str:
     operator = OPERATORS[expr.op]
     if operator.is_call:
         return f"{operator.text}({print_expr(expr.lhs)}, {print_expr(expr.rhs)})"
-    text = f"{print_expr(expr.lhs, operator.precedence)} {operator.text} {print_expr(expr.rhs, operator.precedence + 1)}"
+    text = (
+        f"{print_expr(expr.lhs, operator.precedence)} {operator.text} {print_expr(expr.rhs, operator.precedence + 1)}"
+    )
     return f"({text})" if operator.precedence < outer else text
 
 
@@ -386,4 +388,5 @@ def read_table(expr: TableRead, indices: Sequence[IntArray], env: Env) -> IntArr
                 f"'{expr.table}' on rank {int(env.rank[where])}, which has {int(size[where])}"
             )
         linear = linear * size + position
-    return table.flat[table.start[env.rank] + linear]
+    entries: IntArray = table.flat[table.start[env.rank] + linear]
+    return entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
 from tileweave.errors import DTypeError, ShapeError, TraceError
 from tileweave.primitives import dtypes, expr
@@ -32,15 +32,15 @@ from tileweave.primitives.ops import (
 )
 from tileweave.primitives.recorder import current
 from tileweave.primitives.source import caller_location
-from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, meet, visible
+from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, visible
 
 IndexLike: TypeAlias = "ScalarLike | Slice | Rows | tuple[ScalarLike | Slice | Rows, ...]"
 PeerLike: TypeAlias = "ScalarLike | Rows | None"
 Extent: TypeAlias = "ScalarLike | Callable[..., ScalarLike]"
 
 __all__ = [
-    "Extent", "Order", "Scope", "Slice", "Tile", "abs", "assign", "cast", "ceildiv", "dot", "ds", "erf", "exp", "fence", "full",
-    "gather", "get", "load", "log", "max", "maximum", "minimum", "multicast", "put", "range", "rank",
+    "Extent", "Order", "Scope", "Slice", "Tile", "abs", "assign", "cast", "ceildiv", "dot", "ds", "erf", "exp", "fence",
+    "full", "gather", "get", "load", "log", "max", "maximum", "minimum", "multicast", "put", "range", "rank",
     "remote_load", "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals", "sqrt", "store",
     "sum", "symmetric", "tanh", "task", "wait", "when", "workspace", "world_size", "zeros",
 ]  # fmt: skip
@@ -174,15 +174,15 @@ def get(target: Memory, target_index: IndexLike, source: Memory, source_index: I
     _copy("get", (target, target_index, None), (source, source_index, peer))
 
 
-def _copy(
-    what: str, target: tuple[Memory, IndexLike, PeerLike], source: tuple[Memory, IndexLike, PeerLike]
-) -> None:
+def _copy(what: str, target: tuple[Memory, IndexLike, PeerLike], source: tuple[Memory, IndexLike, PeerLike]) -> None:
     target_items, source_items = _index(what, target[0], target[1]), _index(what, source[0], source[1])
     sizes = [[i.size for i in items if not isinstance(i, Expr)] for items in (target_items, source_items)]
     if sizes[0] != sizes[1]:
         raise ShapeError(f"tw.{what} copies {sizes[1]} elements to {sizes[0]}; the sizes must agree", caller_location())
     if target[0].dtype != source[0].dtype:
-        raise DTypeError(f"tw.{what} copies {source[0].dtype} to {target[0].dtype}; it does not cast", caller_location())
+        raise DTypeError(
+            f"tw.{what} copies {source[0].dtype} to {target[0].dtype}; it does not cast", caller_location()
+        )
     op = Copy(
         caller_location(),
         target[0], target_items, _peer(what, target[0], target_items, target[2]),
@@ -275,7 +275,9 @@ def dot(a: Tile, b: Tile, accumulator: Tile | None = None) -> Tile:
     """
     left, right = visible(a), visible(b)
     if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
-        raise ShapeError(f"tw.dot of {left.type_text} with {right.type_text}: need [M, K] and [K, N]", caller_location())
+        raise ShapeError(
+            f"tw.dot of {left.type_text} with {right.type_text}: need [M, K] and [K, N]", caller_location()
+        )
     for operand in (left, right):
         if not operand.dtype.is_float:
             raise DTypeError(f"tw.dot takes float32 and bfloat16 tiles, got {operand.dtype}", caller_location())
@@ -283,9 +285,7 @@ def dot(a: Tile, b: Tile, accumulator: Tile | None = None) -> Tile:
     total = zeros(shape) if accumulator is None else accumulator
     goal = visible(total)
     if not goal.mutable or goal.shape != shape:
-        raise ShapeError(
-            f"tw.dot needs an accumulator tw.zeros({shape}), got {goal.type_text}", caller_location()
-        )
+        raise ShapeError(f"tw.dot needs an accumulator tw.zeros({shape}), got {goal.type_text}", caller_location())
     current().emit(Dot(caller_location(), goal, left, right))
     return total
 
@@ -305,15 +305,14 @@ def max(tile: Tile, axis: int) -> Tile:
     return _reduce("max", tile, axis)
 
 
-def _reduce(function: str, tile: Tile, axis: int) -> Tile:
+def _reduce(function: Literal["sum", "max"], tile: Tile, axis: int) -> Tile:
     value = visible(tile)
     if not 0 <= axis < len(value.shape):
         raise ShapeError(f"tw.{function} over axis {axis} of {value.type_text}", caller_location())
     shape = [1 if i == axis else size for i, size in enumerate(value.shape)]
     extents = [as_expr(1) if i == axis else e for i, e in enumerate(value.extents)]
     result = current().new_value(shape, extents, dtypes.float32)
-    kind = "sum" if function == "sum" else "max"
-    current().emit(Reduce(caller_location(), result, kind, value, axis))
+    current().emit(Reduce(caller_location(), result, function, value, axis))
     return Tile(result)
 
 
@@ -407,7 +406,9 @@ def signal(
 ) -> None:
     """Add `amount` to a counter on rank `peer` (this rank by default), after all that the task did before."""
     where = None if peer is None else as_expr(peer)
-    op = SignalOp(caller_location(), counters, _counter("signal", counters, index), as_expr(amount), where, order, scope)
+    op = SignalOp(
+        caller_location(), counters, _counter("signal", counters, index), as_expr(amount), where, order, scope
+    )
     current().emit(op)
 
 
@@ -439,5 +440,3 @@ def _counter(what: str, counters: Signal, index: ScalarLike | tuple[ScalarLike, 
             caller_location(),
         )
     return tuple(as_expr(i) for i in items)
-
-

@@ -92,6 +92,11 @@ class Memory:
         return tuple(simplify(d) for d in self.dims)
 
     @property
+    def static_shape(self) -> tuple[int, ...]:
+        """Sizes as plain integers, of a memory that has no dynamic dimension."""
+        return tuple(int(size) for size in self.shape)
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.dims)

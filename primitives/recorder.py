@@ -45,7 +45,9 @@ class Recorder:
             TraceError: the name is taken.
         """
         if memory.name in self.memories:
-            raise TraceError(f"the kernel declares '{memory.name}' twice; give each memory its own name", caller_location())
+            raise TraceError(
+                f"the kernel declares '{memory.name}' twice; give each memory its own name", caller_location()
+            )
         self.memories[memory.name] = memory
         return memory
 
@@ -63,9 +65,7 @@ class Recorder:
             raise TraceError(f"{what} outside a task; put it in a function under @tw.task", caller_location())
         return self.blocks[-1]
 
-    def new_value(
-        self, shape: Sequence[int], extents: Sequence[Expr], dtype: DType, *, mutable: bool = False
-    ) -> Value:
+    def new_value(self, shape: Sequence[int], extents: Sequence[Expr], dtype: DType, *, mutable: bool = False) -> Value:
         """A fresh value defined by the body under construction."""
         block = self.current_block("a tile op")
         value = Value(self.next_value, tuple(shape), tuple(extents), dtype, mutable)
@@ -135,8 +135,9 @@ def _grid_dims(grid: Mapping[str, ScalarLike | Callable[..., ScalarLike]]) -> tu
                     f"left ({', '.join(outer) or 'none'})",
                     caller_location(),
                 )
-            extent = extent(**{w: Index(w) for w in wanted})
-        dims.append(GridDim(name, as_expr(extent)))
+            dims.append(GridDim(name, as_expr(extent(**{w: Index(w) for w in wanted}))))
+        else:
+            dims.append(GridDim(name, as_expr(extent)))
     return tuple(dims)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from types import FrameType
@@ -9,21 +10,23 @@ from types import FrameType
 from tileweave.errors import SourceLocation
 
 _OWN_FOLDERS = tuple(
-    str(folder) + "/"
-    for package in (Path(__file__).parent,)
-    for folder in {package.absolute(), package.resolve()}
+    str(folder) + "/" for package in (Path(__file__).parent,) for folder in {package.absolute(), package.resolve()}
 )
 
 
 def caller_location() -> SourceLocation | None:
     """The innermost frame outside `primitives/`, with columns where Python knows them (3.11 and later)."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+    while frame is not None and _is_own(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return None
     column, end_column = _columns(frame)
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, column, end_column)
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(_OWN_FOLDERS) or file in _OWN_FILES
 
 
 def _columns(frame: FrameType) -> tuple[int | None, int | None]:

@@ -87,9 +87,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _dispatch(lowered: Lowered) -> str:
-    cases = [
-        f"    case {task.number}: return task_{task.task.name}(worker, entry->tile);" for task in lowered.tasks
-    ]
+    cases = [f"    case {task.number}: return task_{task.task.name}(worker, entry->tile);" for task in lowered.tasks]
     return "\n".join(
         [
             "static int tw_run_tile(tw_lane_worker *worker, const tw_entry *entry) {",

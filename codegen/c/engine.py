@@ -130,7 +130,7 @@ class Executable:
         else:
             for slot, address in zip(self._slots, launch.addresses, strict=True):
                 self._memory[slot] = address
-            self._dims[: len(launch.dims)] = launch.dims
+            self._dims[: len(launch.dims)] = list(launch.dims)
         self._set_counters(record)
         record.epoch, record.timeout_ns = epoch, int(group.timeout_s * 1e9)
         record.ok, record.traced = int(launch.refusal is None), int(launch.traced)
@@ -170,9 +170,7 @@ def build(lowered: Lowered) -> Path:
     Raises:
         BuildError: no compiler, or it refused the source.
     """
-    return native.build(
-        emit_unit(lowered), lowered.program.name, include_dirs=(INCLUDE_DIR, RUNTIME_DIR), flags=FLAGS
-    )
+    return native.build(emit_unit(lowered), lowered.program.name, include_dirs=(INCLUDE_DIR, RUNTIME_DIR), flags=FLAGS)
 
 
 def argument_addresses(lowered: Lowered, arguments: Mapping[str, Any]) -> list[int]:

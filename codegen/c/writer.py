@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ class Loop:
     def operand(self, operand: Operand, indices: Sequence[str]) -> str:
         """Text of `operand` at `indices` of the result; size-1 axes broadcast."""
         if not isinstance(operand, Value):
-            return f"{float(operand)!r}f" if operand == operand and abs(operand) != float("inf") else _special(operand)
+            return f"{float(operand)!r}f" if math.isfinite(operand) else _special(operand)
         at = tuple("0" if size == 1 else i for i, size in zip(indices, operand.shape, strict=True))
         return self.element(operand, at)
 
@@ -207,9 +208,7 @@ def _peer(loop: Loop, peer: Peer, row_at: str, in_inner: bool) -> str | None:
 
 def _row(rows: Rows, at: str) -> str:
     """Entry `at` of a list of rows."""
-    indices = [
-        f"({scalar(i.start)} + {at})" if isinstance(i, Slice) else f"({scalar(i)})" for i in rows.index
-    ]
+    indices = [f"({scalar(i.start)} + {at})" if isinstance(i, Slice) else f"({scalar(i)})" for i in rows.index]
     return f"{identifier(rows.table.name)}[{linear(indices, rows.table.dims)}]"
 
 
@@ -230,7 +229,7 @@ def _static_linear(at: Sequence[str], shape: tuple[int, ...]) -> str:
 
 
 def _special(value: float) -> str:
-    if value != value:
+    if math.isnan(value):
         return '__builtin_nanf("")'
     return "__builtin_inff()" if value > 0 else "(-__builtin_inff())"
 

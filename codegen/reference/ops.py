@@ -107,7 +107,7 @@ def _locate(access: Access, frame: Frame) -> tuple[tuple[int, ...], list[_Part]]
     before = sum(not isinstance(item, Expr) for item in access.index[:rows_axis])
     parts = []
     for owner in np.unique(owners[rows >= 0]).tolist():
-        kept = np.flatnonzero((rows >= 0))
+        kept = np.flatnonzero((rows >= 0) & (owners == owner))
         at = [rows[kept] if axis == rows_axis else p for axis, p in enumerate(positions)]
         parts.append(_Part(owner, np.ix_(*at), (*(slice(None),) * before, kept)))
     return extents, parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from tileweave.compiler.order import ORDERS
 from tileweave.compiler.passes import analyse, compile_program
 from tileweave.compiler.trace import flatten
 from tileweave.moe.activations import ACTIVATIONS
-from tileweave.moe.kernels import LayerShape, Tiles, Weights, moe_layer
+from tileweave.moe.kernels import LayerShape, Tiles, WeightSpecs, dispatch_gemm, gemm_combine, moe_layer
 from tileweave.moe.routing import Placement, count_experts, plan_all, plan_specs, received_rows
 from tileweave.primitives.memory import Tensor
 
@@ -74,13 +74,25 @@ CASES = {
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Arrays named as the fields of `WeightSpecs`."""
+
+    gate_up: Array
+    down: Array
+    gate_up_bias: Array | None
+    down_bias: Array | None
+    shared_gate_up: Array | None
+    shared_down: Array | None
+
+
+@dataclass(frozen=True)
 class Data:
     """Inputs of all ranks, in fp32 with values that the case's dtype holds; weights by global expert."""
 
     x: list[Array]
     topk_idx: list[Array]
     topk_weights: list[Array]
-    weights: Weights[Array]
+    weights: Weights
 
 
 def make_data(case: Case, seed: int = 0) -> Data:
@@ -141,7 +153,7 @@ def stored(case: Case, values: Array) -> Array:
     return bf16.narrow(values) if case.dtype == "bfloat16" else values
 
 
-def local_weights(case: Case, weights: Weights[Array], placement: Placement, rank: int) -> Weights[Array]:
+def local_weights(case: Case, weights: Weights, placement: Placement, rank: int) -> Weights:
     """The experts of `rank`, padded with NaN to the most that any rank has."""
 
     def pick(name: str) -> Array | None:
@@ -163,12 +175,8 @@ def make_launch(case: Case, data: Data) -> tuple[tuple[object, ...], list[dict[s
     capacity = max(1, int(received_rows(counts, placement).max()))
     shape = LayerShape(placement.max_local, capacity, max(1, *case.num_tokens), case.activation, case.gated)
     local = [local_weights(case, data.weights, placement, rank) for rank in range(placement.world_size)]
-    weight_specs: Weights[Tensor] = Weights(
-        **{
-            f.name: None if (w := getattr(local[0], f.name)) is None else Tensor(w.shape, case.dtype)
-            for f in fields(Weights)
-        }
-    )
+    present = {name: value for name, value in vars(local[0]).items() if value is not None}
+    weight_specs = WeightSpecs(**{name: Tensor(value.shape, case.dtype) for name, value in present.items()})
     specs = (
         Tensor(("num_tokens", case.hidden), case.dtype),
         Tensor(("num_tokens", case.num_topk)),
@@ -235,3 +243,22 @@ def test_random_layers(seed: int) -> None:
     outs = launch(case, data, Config(workers=3, queue="dynamic", tunables={"tiles": TILES}), seed)
     for out, want in zip(outs, expected(case, data), strict=True):
         np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["one rank", "a rank without tokens", "no tokens", "not gated with all"])
+def test_two_halves_are_the_layer(name: str) -> None:
+    case = replace(CASES[name], shared=False)
+    data = make_data(case)
+    config = Config(workers=2, tunables={"tiles": TILES})
+    (x, topk_weights, weights, plan, out, shape), arguments = make_launch(case, data)
+    world = len(arguments)
+    middle = Tensor(("num_rows", case.intermediate))
+    for given in arguments:
+        num_rows = int(given["plan.expert_offsets"][-1])
+        given["activations"] = np.full((num_rows, case.intermediate), np.nan, dtype=np.float32)
+    program, schedule = compile_program(dispatch_gemm, (x, weights, plan, middle, shape), world, config)
+    interpret(program, schedule, [{**given, "out": given["activations"]} for given in arguments])
+    program, schedule = compile_program(gemm_combine, (middle, topk_weights, weights, plan, out, shape), world, config)
+    interpret(program, schedule, arguments)
+    for given, whole in zip(arguments, launch(case, data, config), strict=True):
+        np.testing.assert_array_equal(given["out"], whole)

@@ -54,7 +54,7 @@ class HFBlock:
         return topk_idx, topk_weights
 
 
-def make_block(  # noqa: PLR0913
+def make_block(
     family: Family,
     *,
     hidden: int = 64,
