@@ -30,7 +30,7 @@ def _cause(info: AbortInfo, timeout_s: float) -> str:
 
 
 def describe_record(lowered: Lowered, record: WorkerRecord) -> str:
-    """One worker, as in `rank 1 worker 0: down[expert=3, m=0] at k.py:18 waits for ready[3]: expected 8, observed 4`."""
+    """One worker, as in `rank 1 worker 0: down[expert=3, m=0] at k.py:8 waits for ready[3]: expected 8, observed 4`."""
     who = f"rank {record.rank} " + ("host" if record.worker is None else f"worker {record.worker}")
     if record.site in (SITE_ENTER, SITE_GATHER):
         what = "enter the launch" if record.site == SITE_ENTER else "join a collective call"

@@ -9,9 +9,9 @@ from types import FrameType
 
 from tileweave.errors import SourceLocation
 
-_OWN_FOLDERS = tuple(
-    str(folder) + "/" for package in (Path(__file__).parent,) for folder in {package.absolute(), package.resolve()}
-)
+_HERE = Path(__file__).parent
+_OWN_FOLDERS = tuple(f"{folder}/" for folder in {_HERE.absolute(), _HERE.resolve()})
+_OWN_FILES = (contextlib.__file__,)  # the frame of @contextmanager stands between tw.when and its user
 
 
 def caller_location() -> SourceLocation | None:
