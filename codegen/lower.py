@@ -14,8 +14,8 @@ from tileweave.codegen.layout import Segment, symmetric_segment
 from tileweave.compiler.program import Program
 from tileweave.compiler.schedule import Schedule
 from tileweave.errors import CompileError
-from tileweave.primitives.expr import Const, Expr, LoopIndex, minimum, walk
-from tileweave.primitives.memory import IndexItem, Memory, Rows
+from tileweave.primitives.expr import Const, Expr, LoopIndex, walk
+from tileweave.primitives.memory import Memory, Rows
 from tileweave.primitives.ops import (
     Cast,
     Copy,
@@ -35,6 +35,7 @@ from tileweave.primitives.ops import (
     nested,
     operands,
     result,
+    stored_extents,
 )
 from tileweave.primitives.ops import walk as walk_ops
 
@@ -283,26 +284,6 @@ def _filled(value: Value, uses: _Uses) -> tuple[Expr, ...]:
         loops = any(isinstance(e, LoopIndex) for e in walk(only))
         filled.append(size if extents or loops else only)
     return tuple(filled)
-
-
-def stored_extents(op: Store) -> tuple[Expr, ...]:
-    """What a store writes: the valid part of both its value and its place, per axis of the value."""
-    sliced = [i for i in op.index if not isinstance(i, Expr)]
-    return tuple(
-        narrow(item_extent(item), extent, item.size) for item, extent in zip(sliced, op.value.extents, strict=True)
-    )
-
-
-def item_extent(item: IndexItem) -> Expr:
-    """Valid positions of one index item."""
-    return Const(1) if isinstance(item, Expr) else item.extent
-
-
-def narrow(a: Expr, b: Expr, size: int) -> Expr:
-    """The smaller of two extents of an axis of `size`, without a `min` where one is the whole axis."""
-    if a == b or b == Const(size):
-        return a
-    return b if a == Const(size) else minimum(a, b)
 
 
 def used_memories(task: Task) -> tuple[Memory, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tileweave.primitives.expr import Const, Expr, LoopIndex, as_expr, ceildiv, walk
-from tileweave.primitives.memory import IndexItem
+from tileweave.compiler.bounds import upper_bound
+from tileweave.primitives.expr import Const, Expr, LoopIndex, TableRead, as_expr, ceildiv, walk
 from tileweave.primitives.ops import (
     Cast,
     Copy,
@@ -27,6 +27,7 @@ from tileweave.primitives.ops import (
     Value,
     WaitOp,
     When,
+    accesses,
 )
 
 
@@ -60,12 +61,24 @@ def _elements(value: Value) -> Expr:
     return total
 
 
-def _index_elements(items: tuple[IndexItem, ...]) -> Expr:
-    total: Expr = Const(1)
-    for item in items:
-        if not isinstance(item, Expr):
-            total = total * _size(item.extent, item.size)
+def _accessed(op: Op) -> Cost:
+    """Bytes that `op` reads and writes."""
+    total = FREE
+    for access in accesses(op):
+        elements: Expr = Const(access.memory.dtype.itemsize_bytes)
+        for extent, item in zip(access.extents, (i for i in access.index if not isinstance(i, Expr)), strict=True):
+            elements = elements * _size(extent, item.size)
+        total = total + Cost(Const(0), elements)
     return total
+
+
+def _guarded(cost: Cost) -> Cost:
+    """A cost that does not read tables: under a guard, or in a loop that may not run, their entries may not exist."""
+    return Cost(*(_without_tables(e) for e in (cost.flops, cost.traffic_bytes)))
+
+
+def _without_tables(expr: Expr) -> Expr:
+    return Const(upper_bound(expr)) if any(isinstance(e, TableRead) for e in walk(expr)) else expr
 
 
 def _dot(op: Dot) -> Cost:
@@ -78,14 +91,10 @@ def _work(value: Value, flops_per_element: int) -> Cost:
     return Cost(_elements(value) * flops_per_element, Const(0))
 
 
-def _traffic(elements: Expr, itemsize_bytes: int) -> Cost:
-    return Cost(Const(0), elements * itemsize_bytes)
-
-
 COSTS: dict[type[Op], Callable[..., Cost]] = {
-    Load: lambda op: _traffic(_elements(op.result), op.memory.dtype.itemsize_bytes),
-    Store: lambda op: _traffic(_index_elements(op.index), op.memory.dtype.itemsize_bytes),
-    Copy: lambda op: _traffic(_index_elements(op.source_index), 2 * op.source.dtype.itemsize_bytes),
+    Load: _accessed,
+    Store: _accessed,
+    Copy: _accessed,
     Fill: lambda op: FREE,
     Dot: _dot,
     Elementwise: lambda op: _work(op.result, 1),
@@ -97,8 +106,8 @@ COSTS: dict[type[Op], Callable[..., Cost]] = {
     SignalOp: lambda op: FREE,
     WaitOp: lambda op: FREE,
     Fence: lambda op: FREE,
-    For: lambda op: body_cost(op.body).times(_size(ceildiv(op.stop - op.start, op.step), 1)),
-    When: lambda op: body_cost(op.body),
+    For: lambda op: _guarded(body_cost(op.body)).times(_size(ceildiv(op.stop - op.start, op.step), 1)),
+    When: lambda op: _guarded(body_cost(op.body)),
 }
 
 

@@ -155,7 +155,10 @@ def _hub_edges(hubs: Sequence[Hub], first: int) -> tuple[Edges, int]:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Uses of memory cells, one row a (cell class, node, kind), sorted by class, then task, then kind."""
+    """Uses of memory cells, one row a (cell class, node, kind), in the order that the kernel means.
+
+    Neighbours with equal `group` `[num_uses, 2]` (task, and grid position if they write) are one phase.
+    """
 
     cell: IntArray
     node: IntArray
@@ -166,8 +169,9 @@ class _Uses:
 def _data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) -> tuple[Edges, int]:
     """Dependences through one memory, in the order in which the kernel declares its tasks."""
     uses = _cell_uses(regions, segments, boxes)
-    # A phase is a run of uses of one cell by one task, all reads or all writes.
-    starts = np.concatenate(([True], (uses.cell[1:] != uses.cell[:-1]) | (uses.group[1:] != uses.group[:-1])))
+    # A phase is a run of reads of one cell by one task, or of writes by one grid position of it.
+    changes = (uses.cell[1:] != uses.cell[:-1]) | (uses.group[1:] != uses.group[:-1]).any(axis=1)
+    starts = np.concatenate(([True], changes))
     phase = np.cumsum(starts) - 1
     phase_cell, phase_write = uses.cell[starts], uses.is_write[starts]
     source_phase, target_phase, kind = _phase_links(phase_cell, phase_write)
@@ -231,18 +235,26 @@ def _phase_links(cell: IntArray, is_write: npt.NDArray[np.bool_]) -> tuple[IntAr
 def _cell_uses(regions: Regions, segments: Segments, boxes: Boxes) -> _Uses:
     """Cut boxes along all boundaries into cells and merge the cells that the same nodes use in the same way."""
     node = segments.of(boxes.tile, boxes.step)
+    tasks, positions = regions.task_of(segments.tile), regions.grid_positions()[segments.tile]
     cell, which = _cells(boxes)
-    use_node, use_write = node[which], boxes.is_write[which].astype(np.int64)
-    # Rows of a cell are unique (cell, node, kind) triples.
-    triple = np.unique(np.stack([cell, use_node, use_write], axis=1), axis=0)
-    cell, use_node, use_write = triple[:, 0], triple[:, 1], triple[:, 2]
-    cell = _merge_alike(cell, use_node * 2 + use_write)
-    triple = np.unique(np.stack([cell, use_node, use_write], axis=1), axis=0)
-    cell, use_node, use_write = triple[:, 0], triple[:, 1], triple[:, 2]
-    # Within a task, reads come before writes: a tile that updates a cell reads the value of the task before.
-    group = regions.task_of(segments.tile[use_node]) * 2 + use_write
-    order = np.lexsort((use_node, group, cell))
-    return _Uses(cell[order], use_node[order], group[order], use_write[order].astype(bool))
+    use = node * 2 + boxes.is_write
+    cell, use_of_cell = _unique_pairs(cell, use[which])
+    cell, use_of_cell = _unique_pairs(_merge_alike(cell, use_of_cell), use_of_cell)
+    use_node, use_write = use_of_cell // 2, use_of_cell % 2
+    # The kernel means its tasks in order, and the tiles of a task in grid order, on all ranks side by side;
+    # a tile that updates a cell reads the value from before.
+    order = np.lexsort((use_node, use_write, positions[use_node], tasks[use_node], cell))
+    cell, use_node, use_write = cell[order], use_node[order], use_write[order]
+    moved = np.where(use_write == 1, positions[use_node], -1)
+    return _Uses(cell, use_node, np.stack([tasks[use_node], moved], axis=1), use_write.astype(bool))
+
+
+def _unique_pairs(cell: IntArray, use: IntArray) -> tuple[IntArray, IntArray]:
+    """Distinct (cell, use) pairs, sorted; cells are renumbered from 0."""
+    _, compact = np.unique(cell, return_inverse=True)
+    stride = int(use.max()) + 1
+    pairs = np.unique(compact.reshape(-1) * stride + use)
+    return pairs // stride, pairs % stride
 
 
 def _cells(boxes: Boxes) -> tuple[IntArray, IntArray]:
@@ -268,9 +280,12 @@ def _merge_alike(cell: IntArray, use: IntArray) -> IntArray:
     """
     _, first = np.unique(cell, return_index=True)
     counts = np.diff(np.concatenate((first, [len(cell)])))
-    digests = [np.add.reduceat(_mix(use, seed), first) for seed in (1, 2)]
-    _, merged = np.unique(np.stack(digests, axis=1), axis=0, return_inverse=True)
-    return np.repeat(merged.reshape(-1).astype(np.int64), counts)
+    first_digest, second_digest = (np.add.reduceat(_mix(use, seed), first) for seed in (1, 2))
+    order = np.lexsort((second_digest, first_digest))
+    a, b = first_digest[order], second_digest[order]
+    merged = np.empty(len(order), dtype=np.int64)
+    merged[order] = np.cumsum(np.concatenate(([0], (a[1:] != a[:-1]) | (b[1:] != b[:-1]))))
+    return np.repeat(merged, counts)
 
 
 def _mix(value: IntArray, seed: int) -> npt.NDArray[np.uint64]:

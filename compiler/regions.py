@@ -16,7 +16,18 @@ import numpy.typing as npt
 
 from tileweave.compiler.program import Program
 from tileweave.errors import ArgumentError, BoundsError
-from tileweave.primitives.expr import Dim, Env, Expr, Index, IntArray, TableData, TableRead, evaluate, read_table
+from tileweave.primitives.expr import (
+    Dim,
+    Env,
+    EvaluationError,
+    Expr,
+    Index,
+    IntArray,
+    TableData,
+    TableRead,
+    evaluate,
+    read_table,
+)
 from tileweave.primitives.memory import IndexItem, Memory, Rows, Slice, Table
 from tileweave.primitives.ops import Access, For, Op, SignalOp, WaitOp, When, accesses
 
@@ -158,6 +169,11 @@ class Regions:
         """Executing rank of every tile."""
         return np.concatenate([i.env.rank for i in self.instances])
 
+    def grid_positions(self) -> IntArray:
+        """Each tile's place in the grid of its task on its rank, row-major."""
+        counts = [np.bincount(i.env.rank, minlength=self.program.world_size) for i in self.instances]
+        return np.concatenate([ragged_arange(c) for c in counts])
+
     def describe(self, tile: int) -> str:
         """`gemm[expert=3, m=0, n=1] on rank 2`."""
         number = int(self.task_of(np.array([tile]))[0])
@@ -192,7 +208,7 @@ def _enumerate_grid(program: Program, number: int, env: Env) -> Env:
     for dim in task.grid:
         try:
             extent = np.maximum(evaluate(dim.extent, env), 0)
-        except IndexError as error:
+        except EvaluationError as error:
             raise BoundsError(f"grid of task '{task.name}': {error}", task.location) from None
         env = env.select(np.repeat(np.arange(len(extent)), extent)).bind(Index(dim.name), ragged_arange(extent))
     return env
@@ -233,7 +249,7 @@ class _Collector:
                 else:
                     self._collect(op, number, _At(env, tiles, step))
                     step = step + 1
-            except IndexError as error:
+            except EvaluationError as error:
                 raise BoundsError(str(error), op.location) from None
         return step
 
@@ -255,13 +271,24 @@ class _Collector:
         if isinstance(op, SignalOp):
             peer = at.env.rank if op.peer is None else evaluate(op.peer, at.env)
             self._check_peer(peer, op, at)
-            counts = self._counts(op, number, at, peer, evaluate(op.amount, at.env))
+            counts = self._counts(op, number, at, peer, self._amount(op, at))
             self.signals.setdefault(op.signal.name, []).append(counts)
         elif isinstance(op, WaitOp):
             counts = self._counts(op, number, at, at.env.rank, evaluate(op.target, at.env))
             self.waits.setdefault(op.signal.name, []).append(counts)
         for access in accesses(op):
             self.boxes.setdefault(access.memory.name, []).append(self._boxes(access, op, number, at))
+
+    def _amount(self, op: SignalOp, at: _At) -> IntArray:
+        amount = evaluate(op.amount, at.env)
+        bad = np.flatnonzero(amount < 0)
+        if len(bad):
+            raise BoundsError(
+                f"{self._tile(at, bad[0])} adds {int(amount[bad[0]])} to '{op.signal.name}': counters only grow, so "
+                "that a wait cannot pass and then be undone",
+                op.location,
+            )
+        return amount
 
     def _counts(self, op: SignalOp | WaitOp, number: int, at: _At, owner: IntArray, amount: IntArray) -> Counts:
         linear = np.zeros(len(at.tiles), dtype=np.int64)
@@ -280,7 +307,11 @@ class _Collector:
     def _boxes(self, access: Access, op: Op, number: int, at: _At) -> Boxes:
         which, rows = _expand_rows(access, at.env)
         env = at.env.select(which)
-        ranges = [_range(item, env, rows.get(axis)) for axis, item in enumerate(access.index)]
+        extents = iter(access.extents)
+        ranges = [
+            _range(item, env, rows.get(axis), None if isinstance(item, Expr) else next(extents))
+            for axis, item in enumerate(access.index)
+        ]
         owner = rows[-1] if isinstance(access.peer, Rows) else _peer(access.peer, env)
         keep = np.ones(len(which), dtype=bool)
         for low, high in ranges:
@@ -366,7 +397,8 @@ def _expand_rows(access: Access, env: Env) -> tuple[IntArray, dict[int, IntArray
     which = np.arange(len(env.rank), dtype=np.int64)
     if not listed:
         return which, {}
-    extent = evaluate(next(iter(listed.values())).extent, env)
+    sliced = [axis for axis, item in enumerate(access.index) if not isinstance(item, Expr)]
+    extent = evaluate(access.extents[sliced.index(next(iter(listed)))], env)
     which = np.repeat(which, extent)
     return which, {axis: row_values(rows, env.select(which), ragged_arange(extent)) for axis, rows in listed.items()}
 
@@ -374,16 +406,18 @@ def _expand_rows(access: Access, env: Env) -> tuple[IntArray, dict[int, IntArray
 def row_values(rows: Rows, env: Env, offset: IntArray) -> IntArray:
     """Entries of `rows` at `offset` from the slice's start, one an instance of `env`."""
     indices = [evaluate(i.start, env) + offset if isinstance(i, Slice) else evaluate(i, env) for i in rows.index]
-    return read_table(TableRead(rows.table.name, (), rows.table.dims), indices, env)
+    starts = tuple(i.start if isinstance(i, Slice) else i for i in rows.index)
+    return read_table(TableRead(rows.table.name, starts, rows.table.dims), indices, env)
 
 
-def _range(item: IndexItem, env: Env, rows: IntArray | None) -> tuple[IntArray, IntArray]:
+def _range(item: IndexItem, env: Env, rows: IntArray | None, extent: Expr | None) -> tuple[IntArray, IntArray]:
     if rows is not None:
         masked = np.where(rows < 0, _MASKED, rows)
         return masked, np.where(rows < 0, _MASKED, rows + 1)
     if isinstance(item, Slice):
+        assert extent is not None
         start = evaluate(item.start, env)
-        return start, start + evaluate(item.extent, env)
+        return start, start + evaluate(extent, env)
     assert isinstance(item, Expr)
     position = evaluate(item, env)
     return position, position + 1

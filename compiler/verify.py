@@ -34,6 +34,13 @@ def has_tasks(program: Program) -> None:
 
 def dims_are_bound(program: Program) -> None:
     """Each dynamic dimension is the size of an argument, so that a launch knows its value."""
+    for memory in program.arguments:
+        for size in memory.dims:
+            if not isinstance(size, (Const, Dim)):
+                raise VerifyError(
+                    f"argument '{memory.name}' has size `{size}`; give a number, or the name of a dynamic dimension",
+                    program.location,
+                )
     bound = {d.name for m in program.arguments for d in m.dims if isinstance(d, Dim)}
     for name in program.dims:
         if name not in bound:

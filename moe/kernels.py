@@ -52,10 +52,10 @@ class Tiles:
     """Tile sizes: rows and columns of the GEMMs, depth of their K loop, tokens a combine tile, copy width."""
 
     rows: int = 128
-    columns: int = 128
-    depth: int = 1024
+    columns: int = 256
+    depth: int = 8192
     tokens: int = 32
-    copy: int = 1024
+    copy: int = 8192
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ from tileweave.primitives.source import caller_location
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
+class EvaluationError(ArithmeticError):
+    """A scalar has no value for some tile; the compiler turns it into an error at the user's line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """A binary operator: how it prints (infix or call), how tightly, and what it means."""
@@ -130,7 +134,7 @@ class Expr:
         return print_expr(self)
 
 
-ScalarLike: TypeAlias = "Expr | int"
+ScalarLike: TypeAlias = Expr | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +361,7 @@ def evaluate(expr: Expr, env: Env) -> IntArray:
     """`expr` for all instances of `env` at once; int64 `[num_instances]`.
 
     Raises:
-        IndexError: a table is read outside its bounds.
+        EvaluationError: a table is read outside its bounds, or a divisor is zero.
     """
     if isinstance(expr, Const):
         return np.full(env.rank.shape, expr.value, dtype=np.int64)
@@ -370,7 +374,10 @@ def evaluate(expr: Expr, env: Env) -> IntArray:
     if isinstance(expr, TableRead):
         return read_table(expr, [evaluate(i, env) for i in expr.indices], env)
     assert isinstance(expr, Binary), f"no NumPy reading for {type(expr).__name__}"
-    value = OPERATORS[expr.op].meaning(evaluate(expr.lhs, env), evaluate(expr.rhs, env))
+    lhs, rhs = evaluate(expr.lhs, env), evaluate(expr.rhs, env)
+    if expr.op in ("floordiv", "mod") and not rhs.all():
+        raise EvaluationError(f"`{expr}` divides by zero on rank {int(env.rank[np.flatnonzero(rhs == 0)[0]])}")
+    value = OPERATORS[expr.op].meaning(lhs, rhs)
     return np.asarray(value, dtype=np.int64)
 
 
@@ -383,7 +390,7 @@ def read_table(expr: TableRead, indices: Sequence[IntArray], env: Env) -> IntArr
         outside = (position < 0) | (position >= size)
         if outside.any():
             where = int(np.flatnonzero(outside)[0])
-            raise IndexError(
+            raise EvaluationError(
                 f"`{expr}` reads entry {int(position[where])} along dimension {axis} of table "
                 f"'{expr.table}' on rank {int(env.rank[where])}, which has {int(size[where])}"
             )

@@ -223,6 +223,11 @@ def _index(what: str, memory: Memory, index: IndexLike) -> Index:
             f"but tw.{what} gives {len(items)} indices",
             caller_location(),
         )
+    if len([i for i in items if isinstance(i, Rows)]) > 1:
+        raise ShapeError(
+            f"tw.{what} of '{memory.name}' lists rows in two dimensions; list them in one and loop over the other",
+            caller_location(),
+        )
     return tuple(i if isinstance(i, (Slice, Rows)) else as_expr(i) for i in items)
 
 

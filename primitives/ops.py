@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from tileweave.errors import SourceLocation
 from tileweave.primitives.dtypes import DType
-from tileweave.primitives.expr import Expr, LoopIndex, simplify
+from tileweave.primitives.expr import Const, Expr, LoopIndex, minimum, simplify
 from tileweave.primitives.memory import IndexItem, Memory, Rows, Signal
 
 Index: TypeAlias = tuple[IndexItem, ...]
@@ -76,7 +76,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Load(Op):
-    """`result` = the tile at `index` of `memory`, on rank `peer` or here; masked positions are zero."""
+    """`result` = the tile at `index` of `memory`, on rank `peer` or here; rows that a table masks are zero."""
 
     result: Value
     memory: Memory
@@ -253,25 +253,46 @@ class Task:
         return tuple(d.name for d in self.grid)
 
 
+def narrow(a: Expr, b: Expr, size: int) -> Expr:
+    """The smaller of two extents of an axis of `size`, without a `min` where one is the whole axis."""
+    if a == b or b == Const(size):
+        return a
+    return b if a == Const(size) else minimum(a, b)
+
+
+def stored_extents(op: Store) -> tuple[Expr, ...]:
+    """What a store writes: the valid part of both its value and its place, per axis of the value."""
+    sliced = [i for i in op.index if not isinstance(i, Expr)]
+    return tuple(narrow(i.extent, extent, i.size) for i, extent in zip(sliced, op.value.extents, strict=True))
+
+
+def copied_extents(op: Copy) -> tuple[Expr, ...]:
+    """What a bulk copy moves: the valid part of both its ends."""
+    target = [i for i in op.target_index if not isinstance(i, Expr)]
+    source = [i for i in op.source_index if not isinstance(i, Expr)]
+    return tuple(narrow(a.extent, b.extent, a.size) for a, b in zip(target, source, strict=True))
+
+
 AccessKind: TypeAlias = Literal["read", "write"]
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One tile of memory that an op reads or writes."""
+    """One tile of memory that an op reads or writes; `extents` is its valid part, one a sliced dimension."""
 
     kind: AccessKind
     memory: Memory
     index: Index
     peer: Peer
+    extents: tuple[Expr, ...]
 
 
 ACCESSES: dict[type[Op], Callable[..., tuple[Access, ...]]] = {
-    Load: lambda op: (Access("read", op.memory, op.index, op.peer),),
-    Store: lambda op: (Access("write", op.memory, op.index, op.peer),),
+    Load: lambda op: (Access("read", op.memory, op.index, op.peer, op.result.extents),),
+    Store: lambda op: (Access("write", op.memory, op.index, op.peer, stored_extents(op)),),
     Copy: lambda op: (
-        Access("read", op.source, op.source_index, op.source_peer),
-        Access("write", op.target, op.target_index, op.target_peer),
+        Access("read", op.source, op.source_index, op.source_peer, copied_extents(op)),
+        Access("write", op.target, op.target_index, op.target_peer, copied_extents(op)),
     ),
     **dict.fromkeys(
         (Fill, Dot, Elementwise, Cast, Expand, Transpose, Reduce, Update, SignalOp, WaitOp, Fence, For, When),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tileweave.compiler.config import Config
 from tileweave.compiler.trace import Kernel, kernel
+from tileweave.primitives import tilelink
 from tileweave.primitives.dtypes import bfloat16, float32, int32
+from tileweave.primitives.expr import Expr
 from tileweave.primitives.language import (
     Order,
     Scope,
@@ -86,10 +88,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "CompiledKernel", "Config", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table", "Tensor", "Tile",
-    "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast", "ceildiv", "compile",
+    "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table", "Tensor",
+    "Tile", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast", "ceildiv", "compile",
     "current_group", "dot", "ds", "erf", "exp", "fence", "float32", "full", "gather", "get", "init", "int32",
     "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range", "rank", "remote_load",
     "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals", "spawn", "sqrt", "store", "sum",
-    "symmetric", "tanh", "task", "wait", "when", "workspace", "world_size", "zeros",
+    "symmetric", "tanh", "task", "tilelink", "wait", "when", "workspace", "world_size", "zeros",
 ]  # fmt: skip

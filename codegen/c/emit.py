@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tileweave.codegen.c.ops import emit_body
-from tileweave.codegen.c.scalars import identifier, scalar
+from tileweave.codegen.c.scalars import Scalars, identifier
 from tileweave.codegen.c.writer import C_TYPES, TaskWriter
+from tileweave.codegen.common import common_scalars
 from tileweave.codegen.lower import Lowered, LoweredTask, used_memories
 from tileweave.compiler.printer import place
 from tileweave.primitives.expr import Dim, Expr, TableRead, walk
@@ -32,9 +33,11 @@ def emit_unit(lowered: Lowered) -> str:
 
 
 def _task_function(lowered: Lowered, task: LoweredTask) -> str:
-    writer = TaskWriter(lowered, task)
+    names_of = {e: f"s{n}" for n, e in enumerate(common_scalars(task.task))}
+    writer = TaskWriter(lowered, task, Scalars(names_of))
     emit_body(writer, task.task.body)
     body = "\n".join(writer.lines)
+    spelled = [f"const int64_t {name} = {writer.scalar.spelled(e)};" for e, name in names_of.items()]
     head = [
         f"/* {task.task.name}, {task.task.role} */",
         f"static int task_{task.task.name}(tw_lane_worker *worker, const int32_t *tile) {{",
@@ -44,10 +47,12 @@ def _task_function(lowered: Lowered, task: LoweredTask) -> str:
     ]
     for number, dim in enumerate(task.task.dims):
         head.append(f"    const int64_t {identifier(dim)} = tile[{number}];")
-    head += [f"    {line}" for line in _bindings(lowered, body, task)]
+    head += [f"    {line}" for line in _bindings(lowered, "\n".join([*spelled, body]), task)]
+    head += [f"    {line}" for line in spelled]
     for value, offset in task.in_scratch.items():
         head.append(f"    float *const t{value} = worker->scratch + {offset};")
     names = ["rank", "dot_scratch", "tile", *map(identifier, task.task.dims), *(f"t{v}" for v in task.in_scratch)]
+    names += names_of.values()
     unused = " ".join(f"(void){name};" for name in names)
     return "\n".join([*head, f"    {unused}", "", body, "    return 0;", "}", ""])
 
@@ -103,6 +108,7 @@ def _dispatch(lowered: Lowered) -> str:
 
 def _list_tiles(lowered: Lowered) -> str:
     """The grids of all tasks, and each tile's lane and key, for the tables of this launch."""
+    scalar = Scalars()
     lines: list[str] = []
     for task, key in zip(lowered.tasks, lowered.schedule.keys, strict=True):
         lane = lowered.schedule.lane_of(task.task.role)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tileweave.codegen.c.scalars import linear, scalar, stride
 from tileweave.codegen.c.writer import C_TYPES, Access, Loop, TaskWriter, narrow_to, refuse_int
-from tileweave.codegen.lower import PURE, item_extent, narrow, stored_extents
+from tileweave.codegen.lower import PURE
 from tileweave.compiler.printer import print_op
 from tileweave.primitives.dtypes import bfloat16
 from tileweave.primitives.expr import Const, Expr
@@ -29,6 +28,9 @@ from tileweave.primitives.ops import (
     Value,
     WaitOp,
     When,
+    copied_extents,
+    narrow,
+    stored_extents,
 )
 
 ORDERS = {order: f"memory_order_{order.value}" for order in (Order.RELAXED, Order.ACQUIRE, Order.RELEASE)} | {
@@ -48,7 +50,7 @@ def _emit_nest(writer: TaskWriter, extents: Sequence[Expr], fill: Callable[[Loop
     loop = Loop(writer, indices)
     fill(loop)
     heads = [
-        f"for (int64_t {i} = 0, {i}_end = {scalar(e)}; {i} < {i}_end; {i}++)"
+        f"for (int64_t {i} = 0, {i}_end = {writer.scalar(e)}; {i} < {i}_end; {i}++)"
         for i, e in zip(indices, extents, strict=True)
     ]
     _nest(writer, heads, loop)
@@ -88,7 +90,7 @@ def _pure(writer: TaskWriter, op: Op) -> None:
 
 
 def _scratch_at(writer: TaskWriter, value: Value, indices: Sequence[str]) -> str:
-    at = linear([*indices], tuple(Const(size) for size in value.shape)) if indices else "0"
+    at = writer.scalar.linear([*indices], tuple(Const(size) for size in value.shape)) if indices else "0"
     return f"{writer.scratch(value)}[{at}]"
 
 
@@ -160,12 +162,12 @@ def _copy_rows(writer: TaskWriter, source: Access, target: Access, extents: Sequ
     to, to_masks = loop.pointer(target, (*indices, "0"))
     _skip_masked(loop, to_masks)
     of, of_masks = loop.pointer(source, (*indices, "0"))
-    size = f"(size_t)({scalar(extents[-1])}) * sizeof({C_TYPES[source.memory.dtype]})"
+    size = f"(size_t)({writer.scalar(extents[-1])}) * sizeof({C_TYPES[source.memory.dtype]})"
     move = f"memcpy(&{to}, &{of}, {size});"
     if of_masks:
         move = f"if ({' || '.join(f'{m} < 0' for m in of_masks)}) memset(&{to}, 0, {size}); else {move}"
     heads = [
-        f"for (int64_t {i} = 0, {i}_end = {scalar(e)}; {i} < {i}_end; {i}++)"
+        f"for (int64_t {i} = 0, {i}_end = {writer.scalar(e)}; {i} < {i}_end; {i}++)"
         for i, e in zip(indices, extents[:-1], strict=True)
     ]
     for head in heads:
@@ -186,9 +188,7 @@ def _skip_masked(loop: Loop, masks: list[str]) -> None:
 
 def _copy(writer: TaskWriter, op: Copy) -> None:
     writer.note(op)
-    sliced = [i for i in op.target_index if not isinstance(i, Expr)]
-    other = [i for i in op.source_index if not isinstance(i, Expr)]
-    extents = [narrow(item_extent(a), item_extent(b), a.size) for a, b in zip(sliced, other, strict=True)]
+    extents = copied_extents(op)
     source = Access(op.source, op.source_index, op.source_peer, "const ")
     target = Access(op.target, op.target_index, op.target_peer, "")
     contiguous = bool(extents) and all(isinstance(i, Slice) for i in (op.source_index[-1], op.target_index[-1]))
@@ -239,7 +239,7 @@ def _view(writer: TaskWriter, value: Value) -> _View:
     for text in loop.outer:
         writer.line(text)
     axes = [axis for axis, item in enumerate(op.index) if not isinstance(item, Expr)]
-    first, second = (stride(op.memory.dims, axis) for axis in axes)
+    first, second = (writer.scalar.stride(op.memory.dims, axis) for axis in axes)
     return _View(f"&{pointer}", "TW_BF16" if op.memory.dtype == bfloat16 else "TW_F32", (first, second))
 
 
@@ -248,7 +248,7 @@ def _dot(writer: TaskWriter, op: Dot) -> None:
     with writer.block(""):
         a, b = _view(writer, op.a), _view(writer, op.b).transposed
         depth = narrow(op.a.extents[1], op.b.extents[0], op.a.shape[1])
-        sizes = f"{scalar(op.a.extents[0])}, {scalar(op.b.extents[1])}, {scalar(depth)}"
+        sizes = f"{writer.scalar(op.a.extents[0])}, {writer.scalar(op.b.extents[1])}, {writer.scalar(depth)}"
         accumulator = f"{writer.scratch(op.accumulator)}, {op.accumulator.shape[1]}"
         writer.line(f"tw_dot({sizes}, {a.operand()}, {b.operand()}, {accumulator}, dot_scratch);")
 
@@ -261,7 +261,7 @@ def _reduce(writer: TaskWriter, op: Reduce) -> None:
     with writer.block(""):
         indices = tuple(writer.fresh("i") for _ in outer)
         for i, extent in zip(indices, outer, strict=True):
-            writer.line(f"for (int64_t {i} = 0, {i}_end = {scalar(extent)}; {i} < {i}_end; {i}++) {{")
+            writer.line(f"for (int64_t {i} = 0, {i}_end = {writer.scalar(extent)}; {i} < {i}_end; {i}++) {{")
             writer.depth += 1
         along = writer.fresh("i")
         total = writer.fresh("s")
@@ -270,7 +270,7 @@ def _reduce(writer: TaskWriter, op: Reduce) -> None:
         text = loop.element(op.value, (*indices[: op.axis], along, *indices[op.axis :]))
         for line in loop.outer:
             writer.line(line)
-        end = scalar(op.value.extents[op.axis])
+        end = writer.scalar(op.value.extents[op.axis])
         with writer.block(f"for (int64_t {along} = 0, {along}_end = {end}; {along} < {along}_end; {along}++)"):
             for line in loop.inner:
                 writer.line(line)
@@ -284,10 +284,10 @@ def _reduce(writer: TaskWriter, op: Reduce) -> None:
 
 def _signal(writer: TaskWriter, op: SignalOp) -> None:
     writer.note(op)
-    rank = "rank" if op.peer is None else scalar(op.peer)
+    rank = "rank" if op.peer is None else writer.scalar(op.peer)
     counter = f"tw_counter(launch, {rank}, {writer.lowered.segment.offset_bytes[op.signal.name]})"
-    index = linear([scalar(i) for i in op.index], op.signal.dims)
-    writer.line(f"tw_signal_order({counter} + ({index}), {scalar(op.amount)}, {ORDERS[op.order]});")
+    index = writer.scalar.linear([writer.scalar(i) for i in op.index], op.signal.dims)
+    writer.line(f"tw_signal_order({counter} + ({index}), {writer.scalar(op.amount)}, {ORDERS[op.order]});")
 
 
 def _wait(writer: TaskWriter, op: WaitOp) -> None:
@@ -295,8 +295,8 @@ def _wait(writer: TaskWriter, op: WaitOp) -> None:
     counter = f"tw_counter(launch, rank, {writer.lowered.segment.offset_bytes[op.signal.name]})"
     number, site = writer.lowered.number_of[op.signal.name], writer.lowered.site_of[id(op)]
     with writer.block(""):
-        writer.line(f"const int64_t at = {linear([scalar(i) for i in op.index], op.signal.dims)};")
-        target = f"(uint64_t)tw_max({scalar(op.target)}, 0)"
+        writer.line(f"const int64_t at = {writer.scalar.linear([writer.scalar(i) for i in op.index], op.signal.dims)};")
+        target = f"(uint64_t)tw_max({writer.scalar(op.target)}, 0)"
         writer.line(f"if (tw_wait(&worker->base, {counter} + at, {target}, {site}, {number}, at)) return 1;")
 
 
@@ -308,14 +308,15 @@ def _fence(writer: TaskWriter, op: Fence) -> None:
 def _for(writer: TaskWriter, op: For) -> None:
     writer.note(op)
     i = f"k{op.index.id}"
-    head = f"for (int64_t {i} = {scalar(op.start)}, {i}_end = {scalar(op.stop)}; {i} < {i}_end; {i} += {op.step})"
+    start, stop = writer.scalar(op.start), writer.scalar(op.stop)
+    head = f"for (int64_t {i} = {start}, {i}_end = {stop}; {i} < {i}_end; {i} += {op.step})"
     with writer.block(head):
         emit_body(writer, op.body)
 
 
 def _when(writer: TaskWriter, op: When) -> None:
     writer.note(op)
-    with writer.block(f"if ({scalar(op.condition)})"):
+    with writer.block(f"if ({writer.scalar(op.condition)})"):
         emit_body(writer, op.body)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tileweave.codegen.c.functions import C_FUNCTIONS
-from tileweave.codegen.c.scalars import identifier, linear, scalar, stride
+from tileweave.codegen.c.scalars import Scalars, identifier
 from tileweave.codegen.lower import Lowered, LoweredTask
 from tileweave.compiler.printer import place
 from tileweave.errors import CompileError
@@ -26,6 +26,7 @@ class TaskWriter:
 
     lowered: Lowered
     task: LoweredTask
+    scalar: Scalars
     lines: list[str] = field(default_factory=list)
     depth: int = 1
     names: int = 0
@@ -173,13 +174,13 @@ class _Address:
 
 def _address_parts(loop: Loop, access: Access, at: tuple[str, ...]) -> _Address:
     """Offset terms of one element, row variables that may be masked, and the peer."""
-    memory, positions = access.memory, iter(at)
+    memory, positions, scalar = access.memory, iter(at), loop.writer.scalar
     offsets: list[str] = []
     masks: list[str] = []
     in_inner = False
     row_at = "0"
     for axis, item in enumerate(access.index):
-        step = stride(memory.dims, axis)
+        step = scalar.stride(memory.dims, axis)
         if isinstance(item, Expr):
             offsets.append(_scaled(scalar(item), step))
             continue
@@ -190,7 +191,7 @@ def _address_parts(loop: Loop, access: Access, at: tuple[str, ...]) -> _Address:
         row_at = index
         in_inner |= bool(loop.last) and index == loop.last
         name = loop.writer.fresh("r")
-        (loop.inner if in_inner else loop.outer).append(f"const int64_t {name} = {_row(item, index)};")
+        (loop.inner if in_inner else loop.outer).append(f"const int64_t {name} = {_row(scalar, item, index)};")
         masks.append(name)
         offsets.append(_scaled(name, step))
     return _Address([o for o in offsets if o != "0"], masks, _peer(loop, access.peer, row_at, in_inner), in_inner)
@@ -200,16 +201,16 @@ def _peer(loop: Loop, peer: Peer, row_at: str, in_inner: bool) -> str | None:
     if peer is None:
         return None
     if isinstance(peer, Expr):
-        return scalar(peer)
+        return loop.writer.scalar(peer)
     name = loop.writer.fresh("q")
-    (loop.inner if in_inner else loop.outer).append(f"const int64_t {name} = {_row(peer, row_at)};")
+    (loop.inner if in_inner else loop.outer).append(f"const int64_t {name} = {_row(loop.writer.scalar, peer, row_at)};")
     return name
 
 
-def _row(rows: Rows, at: str) -> str:
+def _row(scalar: Scalars, rows: Rows, at: str) -> str:
     """Entry `at` of a list of rows."""
     indices = [f"({scalar(i.start)} + {at})" if isinstance(i, Slice) else f"({scalar(i)})" for i in rows.index]
-    return f"{identifier(rows.table.name)}[{linear(indices, rows.table.dims)}]"
+    return f"{identifier(rows.table.name)}[{scalar.linear(indices, rows.table.dims)}]"
 
 
 def _scaled(text: str, step: str) -> str:

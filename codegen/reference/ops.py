@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tileweave.codegen.reference import bf16
-from tileweave.codegen.reference.machine import STORAGE, UNWRITTEN, Array, Frame, Touch, TouchKind
+from tileweave.codegen.reference.machine import STORAGE, Array, Frame, Touch, TouchKind
 from tileweave.primitives import dtypes
 from tileweave.primitives.dtypes import DType
 from tileweave.primitives.expr import Expr, IntArray
@@ -95,7 +95,11 @@ def _locate(access: Access, frame: Frame) -> tuple[tuple[int, ...], list[_Part]]
     """The extents of an access and its parts; masked rows belong to none."""
     scalars = frame.world.scalars
     rows_axis = next((axis for axis, item in enumerate(access.index) if isinstance(item, Rows)), None)
-    positions = [_positions(item, frame) for item in access.index]
+    valid = iter(access.extents)
+    positions = [
+        _positions(item, frame)[: None if isinstance(item, Expr) else scalars.value(next(valid), frame)]
+        for item in access.index
+    ]
     extents = tuple(len(p) for item, p in zip(access.index, positions, strict=True) if not isinstance(item, Expr))
     if rows_axis is None:
         return extents, [_Part(_peer(access, frame), np.ix_(*positions), (...,))]
@@ -139,10 +143,10 @@ def _read(access: Access, op: Op, frame: Frame) -> Array:
 
 
 def _write(access: Access, op: Op, frame: Frame, tile: Array) -> None:
-    """Write `tile`, in the storage dtype; where it is smaller than the access, what is unwritten stays so."""
+    """Write the valid part of `tile`, in the storage dtype."""
     extents, parts = _locate(access, frame)
     arrays = frame.world.memories[access.memory.name]
-    fitted = _fit(tile, extents, UNWRITTEN[access.memory.dtype.name])
+    fitted = tile[tuple(slice(size) for size in extents)]
     for part in parts:
         target = arrays[part.owner]
         target[part.at] = fitted[part.inside].reshape(target[part.at].shape)
@@ -159,16 +163,6 @@ def _report(access: Access, op: Op, frame: Frame, parts: list[_Part]) -> None:
         elements = np.ravel_multi_index(np.broadcast_arrays(*part.at), shape).ravel()
         places.append(np.stack([np.full(len(elements), part.owner), elements], axis=1))
     observer(Touch(frame.tile, op, access.kind, access.memory.name, np.concatenate(places)))
-
-
-def _fit(tile: Array, extents: tuple[int, ...], missing: float) -> Array:
-    """`tile` cut to `extents`; where it is smaller, `missing`."""
-    cut = tile[tuple(slice(size) for size in extents)]
-    if cut.shape == extents:
-        return cut
-    padded = np.full(extents, missing, dtype=tile.dtype)
-    padded[tuple(slice(size) for size in cut.shape)] = cut
-    return padded
 
 
 def _load(op: Load, frame: Frame) -> None:
@@ -229,7 +223,8 @@ def _operand(value: Value, result: Value, extents: tuple[int, ...], frame: Frame
     sizes = tuple(
         1 if own == 1 and wide > 1 else size for own, wide, size in zip(value.shape, result.shape, extents, strict=True)
     )
-    return _fit(frame.values[value.id].astype(np.float32), sizes, np.nan)
+    cut: Array = frame.values[value.id][tuple(slice(size) for size in sizes)]
+    return cut.astype(np.float32)
 
 
 def _extents(value: Value, frame: Frame) -> tuple[int, ...]:
