@@ -63,7 +63,7 @@ def cases(world_size: int = 2) -> list[tw.Case]:  # noqa: ARG001  (this kernel h
 def main() -> None:
     """Compile, look, run, compare."""
     (case,) = cases()
-    kernel = tw.compile(case.kernel, *case.specs, config=case.config)
+    kernel = case.compile()  # the same as tw.compile(linear_norm, *SPECS, config=…)
     kernel.check(case.arguments)  # in bounds, counts exact, no circle of waits
     print(kernel)  # what was recorded, with the source line of each op
     print(kernel.graph(case.arguments))  # who depends on whom: derived, nobody wrote it down

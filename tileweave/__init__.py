@@ -59,6 +59,7 @@ from tileweave.primitives.memory import Signal, Symmetric, Table, Tensor, Worksp
 
 if TYPE_CHECKING:
     from tileweave import moe
+    from tileweave.codegen.case import Case
     from tileweave.codegen.compiled import CompiledKernel, compile
     from tileweave.primitives.group import Group, current_group
     from tileweave.primitives.launch import VirtualGroup, init, spawn
@@ -67,6 +68,7 @@ __version__ = version("tileweave")
 
 # Loaded at first use, so that writing and checking kernels needs neither a compiler nor torch.
 _LAZY = {
+    "Case": "tileweave.codegen.case",
     "CompiledKernel": "tileweave.codegen.compiled",
     "compile": "tileweave.codegen.compiled",
     "Group": "tileweave.primitives.group",
@@ -88,7 +90,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table", "Tensor",
+    "Case", "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table", "Tensor",
     "Tile", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast", "ceildiv", "compile",
     "current_group", "dot", "ds", "erf", "exp", "fence", "float32", "full", "gather", "get", "init", "int32",
     "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range", "rank", "remote_load",

@@ -32,10 +32,11 @@ TW_FN uint16_t tw_to_bf16(float x) {
 }
 TW_FN float tw_round_bf16(float x) { return tw_from_bf16(tw_to_bf16(x)); }
 
-/* e^x: 2^n times a polynomial in [-ln2/2, ln2/2]; below 1.5 ulp where the result is normal. */
+/* e^x: 2^n times a polynomial in [-ln2/2, ln2/2]; below 1.5 ulp where the result is normal.
+ * At the two bounds the last products round to 0 and overflow to infinity by themselves. */
 TW_FN float tw_exp(float x) {
-    float y = x < -87.3f ? -87.3f : x;
-    y = y > 88.7f ? 88.7f : y;
+    float y = x < -104.0f ? -104.0f : x;
+    y = y > 89.0f ? 89.0f : y;
     float n = __builtin_fmaf(y, 1.44269504089f, 12582912.0f) - 12582912.0f;
     float r = __builtin_fmaf(n, -0.693145751953125f, y);
     r = __builtin_fmaf(n, -1.428606765330187e-06f, r);
@@ -46,12 +47,10 @@ TW_FN float tw_exp(float x) {
     p = __builtin_fmaf(p, r, 1.6666665459e-1f);
     p = __builtin_fmaf(p, r, 5.0000001201e-1f);
     p = __builtin_fmaf(p * r, r, r) + 1.0f;
-    /* In two steps, since 2^n alone may overflow where the product does not. */
+    /* In two steps, since 2^n alone may be out of range where the product is not. */
     int32_t whole = (int32_t)n, half = whole / 2;
     p *= tw_float_of((uint32_t)(half + 127) << 23);
     p *= tw_float_of((uint32_t)(whole - half + 127) << 23);
-    p = x < -103.0f ? 0.0f : p;
-    p = x > 88.72284f ? __builtin_inff() : p;
     return x != x ? x : p;
 }
 
@@ -70,9 +69,10 @@ TW_FN float tw_tanh(float x) {
     return __builtin_copysignf(a < 0.625f ? near : far, x);
 }
 
-/* Natural logarithm by its atanh series on [sqrt(1/2), sqrt(2)]; normal positive x. */
+/* Natural logarithm by its atanh series on [sqrt(1/2), sqrt(2)]; NaN below 0. */
 TW_FN float tw_log(float x) {
-    uint32_t bits = tw_bits_of(x);
+    int32_t subnormal = x < 0x1p-126f;
+    uint32_t bits = tw_bits_of(subnormal ? x * 0x1p23f : x);
     int32_t e = (int32_t)((bits - 0x3f3504f3u) >> 23) - ((bits < 0x3f3504f3u) ? 512 : 0);
     float m = tw_float_of(bits - ((uint32_t)e << 23));
     float s = (m - 1.0f) / (m + 1.0f), z = s * s;
@@ -81,7 +81,7 @@ TW_FN float tw_log(float x) {
     p = __builtin_fmaf(p, z, 0.4f);
     p = __builtin_fmaf(p, z, 0.6666666667f);
     float y = __builtin_fmaf(p * z, s, 2.0f * s);
-    y = __builtin_fmaf((float)e, 0.693147180560f, y);
+    y = __builtin_fmaf((float)(subnormal ? e - 23 : e), 0.693147180560f, y);
     y = x == 0.0f ? -__builtin_inff() : y;
     y = x == __builtin_inff() ? x : y;
     return x < 0.0f || x != x ? __builtin_nanf("") : y;

@@ -1,0 +1,29 @@
+"""Golden files: printed forms kept under tests/golden, rewritten by `pytest --update-goldens`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-goldens", action="store_true", help="rewrite golden files with today's output")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares `text` with the file tests/golden/<name>."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-goldens"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing; run pytest --update-goldens and look at it"
+        assert text == path.read_text(), f"output differs from {path}; if that is meant, run pytest --update-goldens"
+
+    return check
