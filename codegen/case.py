@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tileweave.codegen.compiled import CompiledKernel, compile
+from tileweave.codegen.compiled import CompiledKernel
+from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.compiler.config import Config
 from tileweave.compiler.trace import Kernel
 
@@ -36,4 +37,4 @@ class Case:
 
     def compile(self) -> CompiledKernel:
         """The compiled kernel."""
-        return compile(self.kernel, *self.specs, world_size=self.world_size, config=self.config)
+        return compile_kernel(self.kernel, *self.specs, world_size=self.world_size, config=self.config)

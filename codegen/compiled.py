@@ -64,10 +64,10 @@ class CompiledKernel:
         return self.analyse(routing).queues
 
     def check(self, routing: Sequence[Mapping[str, Any]] | Routing) -> None:
-        """Raise if this routing would go out of bounds, miscount a signal or hang.
+        """Raise if this routing would go out of bounds, miscount a signal, hang, or race.
 
         Raises:
-            BoundsError, SignalMismatchError, DeadlockError: with the tiles at fault.
+            BoundsError, SignalMismatchError, DeadlockError, RaceError: with the tiles at fault.
         """
         self.analyse(routing)
 

@@ -9,6 +9,7 @@ from typing import Any
 from tileweave.compiler.config import Config
 from tileweave.compiler.graph import Graph, build_graph
 from tileweave.compiler.program import Program
+from tileweave.compiler.races import check_ordered
 from tileweave.compiler.regions import Regions, Routing, bind, regions
 from tileweave.compiler.schedule import Queues, Schedule, build_queues, build_schedule, check_progress
 from tileweave.compiler.trace import Kernel, trace
@@ -34,14 +35,15 @@ def compile_program(
 
 
 def analyse(program: Program, schedule: Schedule, arguments: Sequence[Mapping[str, Any]] | Routing) -> Analysis:
-    """The passes over real tiles: regions → graph (with signals matched) → queues, checked for progress.
+    """The passes over real tiles: regions → graph (with signals matched) → queues → progress → races.
 
     Raises:
-        BoundsError, SignalMismatchError, DeadlockError: with the tiles at fault.
+        BoundsError, SignalMismatchError, DeadlockError, RaceError: with the tiles at fault.
     """
     routing = arguments if isinstance(arguments, Routing) else bind(program, arguments)
     tiles = regions(program, routing)
     graph = build_graph(tiles)
     queues = build_queues(schedule, tiles)
     check_progress(graph, queues)
+    check_ordered(graph)
     return Analysis(tiles, graph, queues)

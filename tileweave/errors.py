@@ -86,6 +86,10 @@ class SignalMismatchError(SyncError):
     """A wait's target differs from the sum of the signals that can reach it."""
 
 
+class RaceError(SyncError):
+    """Two tiles touch the same elements, one of them writing, and no signal orders them."""
+
+
 class DeadlockError(SyncError):
     """Dependences and queue orders contain a cycle."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tileweave as tw
-from tileweave.errors import BoundsError, CompileError, DeadlockError, SignalMismatchError, VerifyError
+from tileweave.errors import BoundsError, CompileError, DeadlockError, RaceError, SignalMismatchError, VerifyError
 from tileweave.primitives.expr import Expr
 
 Specs = tuple[object, ...]
@@ -211,3 +211,47 @@ def test_phased_counter_is_matched_exactly() -> None:
 
     compiled = tw.compile(ping, X, config=tw.Config(order="program"))
     compiled.check([{"x": (4, 8)}])
+
+
+@tw.kernel
+def relay(x: tw.Tensor, *, synchronised: str = "both") -> None:
+    """Rank 0 hands a row to rank 1 through two counters, one after the other."""
+    box = tw.symmetric("box", (8,))
+    first, second = tw.signals("first", (1,)), tw.signals("second", (1,))
+
+    @tw.task(grid={"m": 1 - tw.rank()})
+    def write(m: Expr) -> None:
+        tw.remote_store(box, tw.ds(0, 8), tw.load(x, (0, tw.ds(0, 8))), 1)
+        tw.signal(first, 0, peer=1)
+
+    @tw.task(grid={"m": tw.rank()})
+    def forward(m: Expr) -> None:
+        if synchronised == "both":
+            tw.wait(first, 0, 1)
+        tw.signal(second, 0)
+
+    @tw.task(grid={"m": tw.rank()})
+    def read(m: Expr) -> None:
+        if synchronised != "none":
+            tw.wait(second, 0, 1)
+        tw.store(x, (1, tw.ds(0, 8)), tw.load(box, tw.ds(0, 8)))
+
+
+def relay_with(synchronised: str) -> None:
+    tw.compile(relay, X, world_size=2, config=tw.Config(tunables={"synchronised": synchronised})).check(
+        [{"x": (2, 8)}] * 2
+    )
+
+
+def test_order_through_two_counters() -> None:
+    relay_with("both")
+
+
+@pytest.mark.parametrize("synchronised", ["second", "none"])
+def test_race(synchronised: str) -> None:
+    with pytest.raises(RaceError) as caught:
+        relay_with(synchronised)
+    assert message(caught.value) == (
+        "write[m=0] on rank 0 writes 'box' and read[m=0] on rank 1 reads the same elements after it, but no signal "
+        "orders them: add tw.signal behind the first access and tw.wait before the second"
+    )
