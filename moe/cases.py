@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tileweave.codegen.case import Case
 from tileweave.compiler.config import Config
@@ -24,9 +26,17 @@ def cases(world_size: int = 2) -> list[Case]:
 
 
 def layer_case(world_size: int = 2) -> Case:
-    """`moe_layer` with a shared expert; the last rank has fewer tokens."""
-    placement, plans = _plans(world_size)
-    shape = LayerShape(placement.max_local, 2 * TOKENS * world_size, TOKENS, CONFIG.activation, CONFIG.gated)
+    """`moe_layer` with a shared expert on a random routing; the last rank has fewer tokens."""
+    return routed_case(_random_routing(world_size))
+
+
+def routed_case(topk_idx: Sequence[npt.NDArray[np.int64]]) -> Case:
+    """`moe_layer` with a shared expert for the given `[num_tokens, 2]` slots of each rank, over 5 experts."""
+    world_size = len(topk_idx)
+    placement = Placement.contiguous(CONFIG.num_experts, world_size)
+    plans = plan_all(topk_idx, placement)
+    most = max(TOKENS, *(len(i) for i in topk_idx))
+    shape = LayerShape(placement.max_local, 2 * most * world_size, most, CONFIG.activation, CONFIG.gated)
     arguments = [_arguments(placement, plans, rank) for rank in range(world_size)]
     return Case(moe_layer, (*layer_specs(CONFIG, placement), shape), arguments, _run())
 
@@ -34,7 +44,8 @@ def layer_case(world_size: int = 2) -> Case:
 def half_cases(world_size: int = 2) -> list[Case]:
     """`dispatch_gemm` and `gemm_combine` without a shared expert."""
     config = MoEConfig(CONFIG.hidden, CONFIG.intermediate, CONFIG.num_experts, CONFIG.num_topk)
-    placement, plans = _plans(world_size)
+    placement = Placement.contiguous(config.num_experts, world_size)
+    plans = plan_all(_random_routing(world_size), placement)
     shape = LayerShape(placement.max_local, 2 * TOKENS * world_size, TOKENS, config.activation, config.gated)
     x, topk_weights, weights, plan, out = layer_specs(config, placement)
     activations = Tensor(("num_rows", config.intermediate))
@@ -54,13 +65,10 @@ def _run() -> Config:
     return Config(workers=2, tunables={"tiles": Tiles(rows=16, columns=32, depth=64, tokens=8, copy=96)})
 
 
-def _plans(world_size: int) -> tuple[Placement, list[RoutingPlan]]:
-    placement = Placement.contiguous(CONFIG.num_experts, world_size)
+def _random_routing(world_size: int) -> list[npt.NDArray[np.int64]]:
     random = np.random.default_rng(0)
     tokens = [TOKENS] * (world_size - 1) + [TOKENS // 2]
-    return placement, plan_all(
-        [random.integers(-1, CONFIG.num_experts, (n, CONFIG.num_topk)) for n in tokens], placement
-    )
+    return [random.integers(-1, CONFIG.num_experts, (n, CONFIG.num_topk)) for n in tokens]
 
 
 def _arguments(placement: Placement, plans: list[RoutingPlan], rank: int) -> dict[str, Any]:

@@ -83,8 +83,10 @@ class MoELayer(nn.Module):
         self.group = group or current_group()
         self.run_config = run or default_run_config(self.group)
         self.placement = Placement.contiguous(config.num_experts, self.group.world_size)
+        if capacity is not None and capacity < 1:
+            raise ArgumentError(f"capacity is {capacity}; expected at least 1 row, or None to grow memory as needed")
         self._fixed_rows = capacity
-        self._capacity = Capacity(capacity or 0, 0)
+        self._capacity = Capacity(capacity or _SMALLEST_CAPACITY, _SMALLEST_CAPACITY)
         own = self.placement.experts_of(self.group.rank)
         first = int(own[0]) if len(own) else 0
         self._set_parameters(vars(random_weights(config, range(first, first + len(own)), seed)))
