@@ -145,6 +145,12 @@ class Const(Expr):
 
     __str__ = Expr.__str__
 
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+    def __index__(self) -> int:
+        return self.value
+
 
 @dataclass(frozen=True, slots=True)
 class Index(Expr):
@@ -216,6 +222,13 @@ def as_expr(value: ScalarLike) -> Expr:
 def simplify(value: Expr) -> ScalarLike:
     """A plain `int` for a constant, so that Python control flow specialises; else the expression."""
     return value.value if isinstance(value, Const) else value
+
+
+def static_size(value: object) -> int | None:
+    """`value` as a plain `int`, if it is an integer above 0 that is known when the kernel is traced."""
+    if isinstance(value, Const):
+        value = value.value
+    return int(value) if isinstance(value, (int, np.integer)) and value > 0 else None
 
 
 def binary(op: str, lhs: ScalarLike, rhs: ScalarLike) -> Expr:

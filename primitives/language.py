@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, overload
 
 from tileweave.errors import DTypeError, ShapeError, TraceError
 from tileweave.primitives import dtypes, expr
-from tileweave.primitives.expr import Expr, Rank, ScalarLike, as_expr, ceildiv, simplify
+from tileweave.primitives.expr import Expr, Rank, ScalarLike, as_expr, ceildiv, simplify, static_size
 from tileweave.primitives.memory import IndexItem, Memory, Rows, Signal, Slice, Symmetric, Table, Workspace, ds
 from tileweave.primitives.ops import (
     ROLES,
@@ -259,16 +259,17 @@ def _need_rows(what: str, index: IndexLike) -> None:
 # ---------------------------------------------------------------- tiles
 
 
-def zeros(shape: tuple[int, ...]) -> Tile:
+def zeros(shape: tuple[ScalarLike, ...]) -> Tile:
     """A float32 accumulator of zeros."""
     return full(shape, 0.0)
 
 
-def full(shape: tuple[int, ...], value: float) -> Tile:
+def full(shape: tuple[ScalarLike, ...], value: float) -> Tile:
     """A float32 accumulator with every element `value`."""
-    if not all(isinstance(size, int) and size > 0 for size in shape):
+    sizes = [size for size in map(static_size, shape) if size is not None]
+    if len(sizes) != len(shape):
         raise ShapeError(f"a tile needs static sizes above 0, got {shape!r}", caller_location())
-    result = current().new_value(shape, [as_expr(size) for size in shape], dtypes.float32, mutable=True)
+    result = current().new_value(sizes, [as_expr(size) for size in sizes], dtypes.float32, mutable=True)
     current().emit(Fill(caller_location(), result, float(value)))
     return Tile(result)
 

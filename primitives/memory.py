@@ -14,7 +14,7 @@ from typing import ClassVar
 from tileweave.errors import ShapeError
 from tileweave.primitives import dtypes
 from tileweave.primitives.dtypes import DType
-from tileweave.primitives.expr import Dim, Expr, ScalarLike, TableRead, as_expr, clip, simplify
+from tileweave.primitives.expr import Dim, Expr, ScalarLike, TableRead, as_expr, clip, simplify, static_size
 from tileweave.primitives.source import caller_location
 
 
@@ -58,14 +58,15 @@ class Rows:
 IndexItem = Expr | Slice | Rows
 
 
-def ds(start: ScalarLike, size: int, stop: ScalarLike | None = None) -> Slice:
+def ds(start: ScalarLike, size: ScalarLike, stop: ScalarLike | None = None) -> Slice:
     """A dynamic slice of static `size`; positions from `stop` on are masked.
 
     `tw.ds(m * 128, 128, stop=num_rows)` is a tile that may be ragged at its end.
     """
-    if not isinstance(size, int) or size <= 0:
+    static = static_size(size)
+    if static is None:
         raise ShapeError(f"tw.ds needs a static size above 0, got {size!r}", caller_location())
-    return Slice(as_expr(start), size, None if stop is None else as_expr(stop))
+    return Slice(as_expr(start), static, None if stop is None else as_expr(stop))
 
 
 def _dims(shape: Sequence[ScalarLike | str]) -> tuple[Expr, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypeAlias
 
 from tileweave.errors import DTypeError, ShapeError
@@ -162,7 +163,7 @@ def _number(function: str, value: object) -> float:
         raise DTypeError(
             f"tw.{function} got the scalar `{value}` as a tile operand; scalars form addresses only", caller_location()
         )
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, Real):  # NumPy's numbers as well as Python's
         raise DTypeError(f"tw.{function} takes tiles and numbers, got {type(value).__name__}", caller_location())
     return float(value)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tileweave.primitives.launch import VirtualGroup
+
+# Test processes share the cores; torch's threads would spin for each other's.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
