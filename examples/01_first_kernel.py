@@ -41,7 +41,7 @@ def linear_norm(x: tw.Tensor, weight: tw.Tensor, bias: tw.Tensor, out: tw.Tensor
         whole = (tw.ds(m * rows, rows, stop=num_tokens), tw.ds(0, width))
         tw.wait(done, m, column_tiles)
         tile = tw.load(out, whole)
-        mean_square = tw.sum(tile * tile, axis=1) * (1.0 / width)
+        mean_square = tw.sum(tile * tile, axis=1) * (1.0 / int(width))
         tw.store(out, whole, tile * tw.rsqrt(mean_square + 1e-6))
 
 

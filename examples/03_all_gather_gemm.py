@@ -17,6 +17,7 @@ Shards may differ in size, down to none: `offsets` tells where each begins.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +87,7 @@ def shards(world_size: int) -> list[int]:
     return {1: [300], 2: [200, 100], 3: [200, 0, 100], 4: [133, 0, 117, 50]}[world_size]
 
 
-def problem(world_size: int) -> tuple[tuple[object, ...], list[dict[str, npt.NDArray[np.generic]]]]:
+def problem(world_size: int) -> tuple[tuple[object, ...], list[dict[str, npt.NDArray[Any]]]]:
     """Specs of the arguments, and the arguments of every rank."""
     random = np.random.default_rng(0)
     sizes = shards(world_size)

@@ -16,6 +16,7 @@ have come:
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +90,7 @@ def splits(total: int, world_size: int) -> list[int]:
     return [total * rank // world_size for rank in range(world_size + 1)]
 
 
-def problem(world_size: int) -> tuple[tuple[object, ...], list[dict[str, npt.NDArray[np.generic]]]]:
+def problem(world_size: int) -> tuple[tuple[object, ...], list[dict[str, npt.NDArray[Any]]]]:
     """Specs of the arguments, and the arrays of every rank."""
     random = np.random.default_rng(0)
     a = random.standard_normal((ROWS, INNER), dtype=np.float32)

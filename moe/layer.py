@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +17,7 @@ from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.codegen.trace import TraceEvent
 from tileweave.compiler.config import Config
-from tileweave.errors import ArgumentError, PeerError
+from tileweave.errors import ArgumentError
 from tileweave.moe.config import ExpertWeights, MoEConfig, random_weights
 from tileweave.moe.kernels import LayerShape, WeightSpecs, moe_layer
 from tileweave.moe.router import Router
@@ -28,6 +29,7 @@ from tileweave.moe.routing import (
     plan_rank,
     plan_specs,
     received_rows,
+    refuse_together,
 )
 from tileweave.primitives.group import Group, current_group
 from tileweave.primitives.memory import Tensor
@@ -85,6 +87,7 @@ class MoELayer(nn.Module):
         self.placement = Placement.contiguous(config.num_experts, self.group.world_size)
         if capacity is not None and capacity < 1:
             raise ArgumentError(f"capacity is {capacity}; expected at least 1 row, or None to grow memory as needed")
+        self._alike, self._fingerprint = False, np.int32(0)
         self._fixed_rows = capacity
         self._capacity = Capacity(capacity or _SMALLEST_CAPACITY, _SMALLEST_CAPACITY)
         own = self.placement.experts_of(self.group.rank)
@@ -155,8 +158,9 @@ class MoELayer(nn.Module):
     def _forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, *, trace: bool
     ) -> tuple[torch.Tensor, list[TraceEvent]]:
-        tokens = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
-        plan, weights = self._agree(lambda: self._route(tokens, topk_idx, topk_weights))
+        self._check_alike()
+        plan, weights = self._agree(lambda: self._route(x, topk_idx, topk_weights))
+        tokens = as_rows(x)
         out = torch.empty_like(tokens)
         kernel = self.compiled()
         args = (tokens, weights, self.weights, plan, out, self._shape())
@@ -166,13 +170,34 @@ class MoELayer(nn.Module):
         self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """This rank's checked routing."""
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(f"x needs to be a torch tensor, got {type(x).__name__}")
+        x = as_rows(x)
         check_tokens(x, self.config)
         if topk_idx is None:
+            if topk_weights is not None:
+                raise ArgumentError("topk_weights is given without topk_idx; pass both, or neither to use the router")
             if self.router is None:
                 raise ArgumentError("topk_idx is needed: num_topk exceeds num_experts, so there is no router")
             topk_idx, topk_weights = self.router(x)
         assert topk_idx is not None
         return check_routing(topk_idx, topk_weights, (x.shape[0], self.config.num_topk), self.config.num_experts)
+
+    def _check_alike(self) -> None:
+        """At the first forward: refuse layers that differ between ranks, on all ranks alike."""
+        if self._alike:
+            return
+        renormalize = self.router is not None and self.router.renormalize
+        own = f"{self.config}, {self.run_config}, renormalize={renormalize}, capacity={self._fixed_rows}"
+        every = self.group.all_gather_object(own)
+        for rank, other in enumerate(every):
+            if other != every[0]:
+                raise ArgumentError(
+                    f"the ranks made different layers; every rank must pass the same arguments\n"
+                    f"  rank 0: {every[0]}\n  rank {rank}: {other}"
+                )
+        self._fingerprint = np.int32(zlib.crc32(own.encode()) >> 1)
+        self._alike = True
 
     def _agree(
         self, route: Callable[[], tuple[npt.NDArray[np.int64], torch.Tensor]]
@@ -186,17 +211,16 @@ class MoELayer(nn.Module):
             counts = count_experts(index, self.config.num_experts)
         except ArgumentError as problem:
             error = problem
-        message = np.concatenate((counts, np.array([len(index), error is not None], dtype=np.int32)))
+        message = np.concatenate((counts, np.array([len(index), error is not None, self._fingerprint], dtype=np.int32)))
         gathered = self.group.all_gather(message).astype(np.int64)
-        if gathered[:, -1].any():
-            try:
-                self.group.agree(None if error is None else str(error))
-            except PeerError:
-                if error is not None:
-                    raise error from None
-                raise
-        every = gathered[:, :-2]
-        self._make_room(received_rows(every, self.placement), int(gathered[:, -2].max()))
+        if (gathered[:, -1] != gathered[0, -1]).any():
+            raise ArgumentError(
+                "the ranks call different layers; every rank must call the same layers in the same order"
+            )
+        if gathered[:, -2].any():
+            refuse_together(error, self.group)
+        every = gathered[:, :-3]
+        self._make_room(received_rows(every, self.placement), int(gathered[:, -3].max()))
         return plan_rank(index, every, self.placement, self.group.rank), weights
 
     def _make_room(self, rows: npt.NDArray[np.int64], tokens: int) -> None:
@@ -260,6 +284,11 @@ def layer_specs(config: MoEConfig, placement: Placement) -> tuple[object, ...]:
     )
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[..., hidden]` as `[num_tokens, hidden]`."""
+    return x if x.dim() in (0, 2) else x.reshape(-1, x.shape[-1])
+
+
 def check_tokens(x: torch.Tensor, config: MoEConfig) -> None:
     """Refuse tokens that do not fit the config.
 
@@ -287,6 +316,8 @@ def check_routing(
     if topk_weights is None:
         raise ArgumentError("topk_weights is needed with topk_idx")
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{name} needs to be a torch tensor, got {type(tensor).__name__}")
         if tuple(tensor.shape) != shape:
             raise ArgumentError(
                 f"{name} needs shape [num_tokens={shape[0]}, num_topk={shape[1]}], got {list(tensor.shape)}"

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tileweave.errors import ArgumentError, ConfigError
+from tileweave.errors import ArgumentError, ConfigError, PeerError
 from tileweave.moe.config import local_experts
 from tileweave.primitives.group import Group
 from tileweave.primitives.memory import Table
@@ -141,8 +141,19 @@ def exchange_counts(counts: Int32Array, error: ArgumentError | None, group: Grou
     message = np.append(counts, np.int32(error is not None))
     gathered = group.all_gather(message)
     if gathered[:, -1].any():
-        group.agree(None if error is None else str(error))
+        refuse_together(error, group)
     return gathered[:, :-1].astype(np.int64)
+
+
+def refuse_together(error: ArgumentError | None, group: Group) -> NoReturn:
+    """Raise on every rank when at least one has an `error`: its own there, PeerError on the others; collective."""
+    try:
+        group.agree(None if error is None else str(error))
+    except PeerError:
+        if error is None:
+            raise
+    assert error is not None
+    raise error
 
 
 def check_topk_idx(topk_idx: Any, num_experts: int) -> npt.NDArray[np.int64]:
@@ -151,7 +162,10 @@ def check_topk_idx(topk_idx: Any, num_experts: int) -> npt.NDArray[np.int64]:
     Raises:
         ArgumentError: wrong shape or dtype, or an expert out of range.
     """
-    index = np.asarray(topk_idx)
+    try:
+        index = np.asarray(topk_idx)
+    except (TypeError, ValueError, RuntimeError) as problem:  # ragged lists, dtypes and devices that NumPy lacks
+        raise ArgumentError(f"topk_idx cannot be read as an array: {problem}") from None
     if index.ndim != 2 or index.dtype.kind not in "iu":
         raise ArgumentError(
             f"topk_idx needs integers of shape [num_tokens, num_topk], got {index.dtype} {list(index.shape)}"

@@ -91,10 +91,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Case", "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table", "Tensor",
-    "Tile", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast", "ceildiv", "compile",
-    "current_group", "dot", "ds", "erf", "errors", "exp", "fence", "float32", "full", "gather", "get", "init", "int32",
-    "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range", "rank", "remote_load",
-    "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals", "spawn", "sqrt", "store", "sum",
-    "symmetric", "tanh", "task", "tilelink", "wait", "when", "workspace", "world_size", "zeros",
+    "Case", "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table",
+    "Tensor", "Tile", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast", "ceildiv",
+    "compile", "current_group", "dot", "ds", "erf", "errors", "exp", "fence", "float32", "full", "gather", "get",
+    "init", "int32", "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range",
+    "rank", "remote_load", "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals", "spawn",
+    "sqrt", "store", "sum", "symmetric", "tanh", "task", "tilelink", "wait", "when", "workspace", "world_size",
+    "zeros",
 ]  # fmt: skip
