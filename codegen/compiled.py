@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tileweave import knobs
 from tileweave.codegen.c.emit import emit_unit
 from tileweave.codegen.c.engine import Executable, Launch, address_of
 from tileweave.codegen.lower import Lowered, lower
@@ -22,10 +23,11 @@ from tileweave.compiler.printer import print_program
 from tileweave.compiler.program import Program
 from tileweave.compiler.regions import Routing, check_shape
 from tileweave.compiler.schedule import Queues, Schedule
-from tileweave.compiler.trace import Kernel, flatten
+from tileweave.compiler.trace import Kernel, flatten, holds_memory
 from tileweave.errors import ArgumentError, ConfigError, GroupError, PeerError
 from tileweave.primitives.group import Group, current_group
-from tileweave.primitives.memory import Memory
+from tileweave.primitives.memory import Memory, Table
+from tileweave.primitives.ops import accesses, walk
 
 logger = logging.getLogger("tileweave")
 Backend = Literal["c"]
@@ -107,6 +109,8 @@ class CompiledKernel:
             with suppress(PeerError):
                 executable.launch(Launch((), (), refusal=str(error)))
             raise
+        if knobs.debug.get():
+            self._check_launch(args, executable.group)
         return executable.launch(launch)
 
     def load(self, group: Group) -> Executable:
@@ -141,27 +145,50 @@ class CompiledKernel:
         return self.program.key, repr(self.plan)
 
     def _bind(self, args: tuple[object, ...], trace: bool) -> Launch:
-        names = self.kernel.parameters
-        if len(args) != len(names):
-            raise ArgumentError(f"kernel '{self.kernel.name}' takes {len(names)} arguments {names}, got {len(args)}")
         dims: dict[str, int] = {}
         addresses = []
-        flat = flatten(names, self.specs, args)
-        for memory, (_, array) in zip(self.program.arguments, flat, strict=True):
-            check_array(memory, array)
-            check_shape(memory, tuple(array.shape), dims)
+        for memory, array in self._named(args).items():
+            check_array(self.program.by_name[memory], array, written=memory in self.written)
+            check_shape(self.program.by_name[memory], tuple(array.shape), dims)
             addresses.append(address_of(array))
         return Launch(addresses, [dims[name] for name in self.program.dims], trace)
 
+    def _named(self, args: tuple[object, ...]) -> dict[str, Any]:
+        """Arguments by dotted name, in the order of `Program.arguments`; plain values of the kernel are not passed."""
+        passed = [(n, s) for n, s in zip(self.kernel.parameters, self.specs, strict=True) if holds_memory(s)]
+        names, specs = tuple(n for n, _ in passed), tuple(s for _, s in passed)
+        if len(args) != len(names):
+            raise ArgumentError(
+                f"kernel '{self.kernel.name}' takes {len(names)} arguments ({', '.join(names)}), got {len(args)}; "
+                "plain values were fixed when it was compiled"
+            )
+        return dict(flatten(names, specs, args))
 
-def check_array(memory: Memory, array: Any) -> None:
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Names of the memories that some task writes."""
+        ops = (op for task in self.program.tasks for op in walk(task.body))
+        return frozenset(a.memory.name for op in ops for a in accesses(op) if a.kind == "write")
+
+    def _check_launch(self, args: tuple[object, ...], group: Group) -> None:
+        """With TILEWEAVE_DEBUG=1: prove this very launch, on every rank."""
+        shapes = {
+            name: np.asarray(array) if isinstance(self.program.by_name[name], Table) else tuple(array.shape)
+            for name, array in self._named(args).items()
+        }
+        self.check(group.all_gather_object(shapes))
+
+
+def check_array(memory: Memory, array: Any, *, written: bool) -> None:
     """Refuse what cannot be passed as `memory`.
 
     Raises:
-        ArgumentError: not an array, of another dtype, not contiguous, or not in CPU memory.
+        ArgumentError: not an array, of another dtype, not contiguous, not in CPU memory, or read-only but `written`.
     """
     if isinstance(array, np.ndarray):
         dtype, contiguous, device = str(array.dtype), array.flags.c_contiguous, "cpu"
+        if written and not array.flags.writeable:
+            raise ArgumentError(f"argument '{memory.name}' is read-only, but the kernel writes it; pass a copy")
     elif hasattr(array, "data_ptr"):
         dtype, contiguous, device = str(array.dtype).removeprefix("torch."), array.is_contiguous(), array.device.type
     else:

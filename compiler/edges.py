@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tileweave.primitives.expr import IntArray
 
 DATA_KINDS = ("raw", "war", "waw")
-EDGE_KINDS = (*DATA_KINDS, "sync", "body")
+EDGE_KINDS = (*DATA_KINDS, "sync", "body", "lane")
 
 
 @dataclass(frozen=True)

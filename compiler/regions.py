@@ -70,6 +70,10 @@ def bind(program: Program, arguments: Sequence[Mapping[str, Any]]) -> Routing:
 def bind_dims(program: Program, given: Mapping[str, Any]) -> dict[str, int]:
     """The value of each dynamic dimension on one rank, with every argument's shape checked."""
     dims: dict[str, int] = {}
+    known = [m.name for m in program.arguments]
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise ArgumentError(f"kernel '{program.name}' has no argument '{name}'; it has {', '.join(known)}")
     for memory in program.arguments:
         if memory.name not in given:
             raise ArgumentError(f"argument '{memory.name}' ({memory}) is missing")

@@ -16,11 +16,12 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from tileweave.compiler.config import Config, QueueKind
+from tileweave.compiler.edges import EDGE_KINDS, Edges
 from tileweave.compiler.graph import Graph
-from tileweave.compiler.order import Key, keys_of
+from tileweave.compiler.order import LAST, Key, keys_of
 from tileweave.compiler.program import Program
 from tileweave.compiler.regions import Regions
-from tileweave.errors import DeadlockError
+from tileweave.errors import DeadlockError, SourceLocation
 from tileweave.primitives.expr import IntArray, evaluate
 from tileweave.primitives.ops import ROLES, Role
 
@@ -158,26 +159,51 @@ def check_progress(graph: Graph, queues: Queues) -> None:
     Raises:
         DeadlockError: with one shortest cycle, tile by tile.
     """
-    source, target = _queue_edges(graph, queues)
-    source = np.concatenate([graph.edges.source, source])
-    target = np.concatenate([graph.edges.target, target])
-    adjacency = coo_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(graph.num_nodes,) * 2).tocsr()
+    edges = Edges.join([graph.edges, Edges.of("lane", *_queue_edges(graph, queues))])
+    ones = np.ones(len(edges.source), dtype=np.int8)
+    adjacency = coo_array((ones, (edges.source, edges.target)), shape=(graph.num_nodes,) * 2).tocsr()
     count, label = connected_components(adjacency, directed=True, connection="strong")
-    loops = np.flatnonzero(source == target)
-    if count == graph.num_nodes and not len(loops):
+    if count == graph.num_nodes and not (edges.source == edges.target).any():
         return
-    sizes = np.bincount(label)
-    inside = np.flatnonzero(label == int(np.argmax(sizes)))
-    cycle = _cycle(source, target, set(inside.tolist()))
-    lines = [f"    {graph.describe(node)}" for node in cycle if node < graph.num_segments]
+    inside = np.flatnonzero(label == int(np.argmax(np.bincount(label))))
+    _refuse_cycle(graph, queues, edges, _cycle(edges, set(inside.tolist())))
+
+
+_REASONS = {
+    "sync": "it waits for a signal of",
+    "raw": "it reads what is written by",
+    "war": "it overwrites what is read by",
+    "waw": "it overwrites what is written by",
+    "body": "the same tile goes on after",
+    "lane": "its lane runs it after",
+}
+
+
+def _refuse_cycle(graph: Graph, queues: Queues, edges: Edges, cycle: list[int]) -> None:
+    pairs = zip(edges.source.tolist(), edges.target.tolist(), edges.kind.tolist(), strict=True)
+    kinds = {(source, target): EDGE_KINDS[kind] for source, target, kind in pairs}
+    lines = []
+    for before, node in zip([cycle[-1], *cycle], cycle, strict=False):
+        if node < graph.num_segments:
+            # Through a hub the tile before is one step further back.
+            source = before if before < graph.num_segments else cycle[cycle.index(before) - 1]
+            lines.append(f"    {graph.describe(node)}: {_REASONS[kinds[before, node]]} {graph.describe(source)}")
     program = graph.regions.program
-    first = next(node for node in cycle if node < graph.num_segments)
-    task = program.tasks[int(graph.regions.task_of(graph.segments.tile[first : first + 1])[0])]
     raise DeadlockError(
         f"kernel '{program.name}' can hang under order '{queues.schedule.order}': these tiles wait for each other in a "
-        "circle, by a dependence or because a lane runs them in this order:\n" + "\n".join([*lines, lines[0]]),
-        task.location,
+        "circle:\n" + "\n".join(lines),
+        _wait_location(graph, cycle),
     )
+
+
+def _wait_location(graph: Graph, cycle: list[int]) -> SourceLocation | None:
+    """The line of a wait in the circle, or of its first task."""
+    nodes = [n for n in cycle if n < graph.num_segments]
+    for waits in graph.regions.waits.values():
+        at = np.flatnonzero(np.isin(graph.segments.of(waits.tile, waits.step), nodes))
+        if len(at):
+            return graph.regions.ops[int(waits.op[at[0]])].location
+    return graph.regions.program.tasks[int(graph.regions.task_of(graph.segments.tile[nodes[:1]])[0])].location
 
 
 def _queue_edges(graph: Graph, queues: Queues) -> tuple[IntArray, IntArray]:
@@ -192,10 +218,10 @@ def _queue_edges(graph: Graph, queues: Queues) -> tuple[IntArray, IntArray]:
     )
 
 
-def _cycle(source: IntArray, target: IntArray, inside: set[int]) -> list[int]:
+def _cycle(edges: Edges, inside: set[int]) -> list[int]:
     """A shortest cycle through one node of a strongly connected set, by breadth-first search."""
     following: dict[int, list[int]] = {}
-    for s, t in zip(source.tolist(), target.tolist(), strict=True):
+    for s, t in zip(edges.source.tolist(), edges.target.tolist(), strict=True):
         if s in inside and t in inside:
             following.setdefault(s, []).append(t)
     start = min(inside)
@@ -223,7 +249,7 @@ def print_schedule(schedule: Schedule, program: Program) -> str:
         for lane in schedule.lanes
     ]
     for task, key in zip(program.tasks, schedule.keys, strict=True):
-        lines.append(f"  key {task.name}: ({', '.join(map(str, key))})")
+        lines.append(f"  key {task.name}: ({', '.join('last' if k == LAST else str(k) for k in key)})")
     return "\n".join(lines) + "\n"
 
 

@@ -103,6 +103,13 @@ def _bind(recorder: Recorder, name: str, spec: Any) -> Any:
     return spec
 
 
+def holds_memory(spec: object) -> bool:
+    """Whether a call passes an argument for `spec`: a tensor, a table, or a dataclass with one in it."""
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, (type, Memory)):
+        return any(holds_memory(getattr(spec, f.name)) for f in dataclasses.fields(spec))
+    return isinstance(spec, Memory)
+
+
 def flatten(names: tuple[str, ...], specs: tuple[object, ...], args: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
     """`(dotted name, argument)` for each tensor and table of `specs`, in the order of `Program.arguments`."""
     for name, spec, arg in zip(names, specs, args, strict=True):

@@ -84,8 +84,8 @@ def orders_make_sense(program: Program) -> None:
                 raise VerifyError("a wait observes: its order is ACQUIRE or RELAXED", op.location)
 
 
-def stores_reach_writable_memory(program: Program) -> None:
-    """No tensor argument is both read and written by peers' addresses; int tiles are only copied."""
+def peers_have_symmetric_memory(program: Program) -> None:
+    """Only symmetric memory is addressed on a peer."""
     for task in program.tasks:
         for op in walk(task.body):
             for access in accesses(op):
@@ -99,7 +99,7 @@ RULES: tuple[Callable[[Program], None], ...] = (
     symmetric_shapes_are_static,
     symbols_are_in_scope,
     orders_make_sense,
-    stores_reach_writable_memory,
+    peers_have_symmetric_memory,
 )
 
 

@@ -78,7 +78,7 @@ def main(world_size: int = 2) -> None:
 
     def run(group: tw.Group) -> npt.NDArray[np.float32]:
         x, out = np.full(WIDTH, 10.0**group.rank, np.float32), np.empty(WIDTH, np.float32)
-        kernel(x, out, "none")
+        kernel(x, out)
         return out
 
     with tw.VirtualGroup(world_size) as ranks:  # each rank is a thread of this process

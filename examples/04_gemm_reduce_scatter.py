@@ -129,7 +129,7 @@ def run(world_size: int, config: tw.Config) -> Array:
 
     def launch(group: tw.Group) -> Array:
         given = arguments[group.rank]
-        kernel(*given.values(), specs[-1])
+        kernel(*given.values())
         return np.asarray(given["out"], np.float32)
 
     with tw.VirtualGroup(world_size) as ranks:

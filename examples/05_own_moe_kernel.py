@@ -218,7 +218,7 @@ def run(problem: Problem, config: tw.Config) -> torch.Tensor:
         rank = group.rank
         plan = plan_routing(problem.topk_idx[rank], problem.placement, group)  # counts are exchanged here
         x, out = problem.x[rank], torch.empty_like(problem.x[rank])
-        kernel(x, problem.topk_weights[rank], problem.own_weights(rank), plan, out, *specs[-2:])
+        kernel(x, problem.topk_weights[rank], problem.own_weights(rank), plan, out)
         return out
 
     with tw.VirtualGroup(world_size) as ranks:

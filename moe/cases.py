@@ -51,10 +51,11 @@ def half_cases(world_size: int = 2) -> list[Case]:
     activations = Tensor(("num_rows", config.intermediate))
     first, second = [], []
     for rank in range(world_size):
-        given = _arguments(placement, plans, rank)
+        given = {n: v for n, v in _arguments(placement, plans, rank).items() if ".shared_" not in n}
+        tokens, topk, result = (given.pop(name) for name in ("x", "topk_weights", "out"))
         rows = (int(plans[rank].expert_offsets[-1]), config.intermediate)
-        first.append({**given, "out": rows})
-        second.append({**given, "activations": rows})
+        first.append({**given, "x": tokens, "out": rows})
+        second.append({**given, "activations": rows, "topk_weights": topk, "out": result})
     return [
         Case(dispatch_gemm, (x, weights, plan, activations, shape), first, _run()),
         Case(gemm_combine, (activations, topk_weights, weights, plan, out, shape), second, _run()),

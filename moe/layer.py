@@ -91,6 +91,7 @@ class MoELayer(nn.Module):
         self._fixed_rows = capacity
         self._capacity = Capacity(capacity or _SMALLEST_CAPACITY, _SMALLEST_CAPACITY)
         own = self.placement.experts_of(self.group.rank)
+        self._num_local = len(own)
         first = int(own[0]) if len(own) else 0
         self._set_parameters(vars(random_weights(config, range(first, first + len(own)), seed)))
         self.router: Router | None = None
@@ -163,7 +164,7 @@ class MoELayer(nn.Module):
         tokens = as_rows(x)
         out = torch.empty_like(tokens)
         kernel = self.compiled()
-        args = (tokens, weights, self.weights, plan, out, self._shape())
+        args = (tokens, weights, self.weights, plan, out)
         return out.reshape(x.shape), kernel.run(args, self.group, trace=trace)
 
     def _route(
@@ -174,6 +175,7 @@ class MoELayer(nn.Module):
             raise ArgumentError(f"x needs to be a torch tensor, got {type(x).__name__}")
         x = as_rows(x)
         check_tokens(x, self.config)
+        self.weights.check(self.config, self._num_local)
         if topk_idx is None:
             if topk_weights is not None:
                 raise ArgumentError("topk_weights is given without topk_idx; pass both, or neither to use the router")

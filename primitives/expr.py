@@ -208,14 +208,19 @@ class Binary(Expr):
     __str__ = Expr.__str__
 
 
-def as_expr(value: ScalarLike) -> Expr:
+def as_expr(value: object) -> Expr:
     """`value` as an expression; integers become constants."""
     if isinstance(value, Expr):
         return value
     if isinstance(value, (bool, int, np.integer)):
         return Const(int(value))
+    hints = {
+        "slice": "; write tw.ds(start, size) for a part of a dimension",
+        "Tile": "; tiles hold data, and only scalars form addresses and counts",
+    }
+    kind = type(value).__name__
     raise TraceError(
-        f"expected an integer or a recorded scalar, got {type(value).__name__} {value!r}", caller_location()
+        f"expected an integer or a recorded scalar, got {kind}{hints.get(kind, f' {value!r}')}", caller_location()
     )
 
 

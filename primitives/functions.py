@@ -45,5 +45,6 @@ FUNCTIONS: Mapping[str, Function] = {
     "erf": Function(1, _erf),
     "sigmoid": Function(1, _sigmoid),
     "greater": Function(2, lambda a, b: np.greater(a, b).astype(np.float32), ">"),
+    "greater_equal": Function(2, lambda a, b: np.greater_equal(a, b).astype(np.float32), ">="),
     "select": Function(3, lambda c, a, b: np.where(c != 0, a, b)),
 }

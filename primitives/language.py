@@ -49,13 +49,14 @@ __all__ = [
 # ---------------------------------------------------------------- declarations
 
 
-def task(*, grid: Mapping[str, Extent], role: Role = "compute") -> Callable[[Callable[..., None]], Task]:
+def task(*, grid: Mapping[str, Extent] | None = None, role: Role = "compute") -> Callable[[Callable[..., None]], Task]:
     """Declare a tile task: the function below runs once for each point of `grid`.
 
     Args:
-        grid: names and extents of the dimensions, outer first. An extent is a number, a
-            scalar read from a table, or a function of dimensions to its left, named by
-            its parameters: `grid={"expert": n, "m": lambda expert: tw.ceildiv(rows[expert], 128)}`.
+        grid: names and extents of the dimensions, outer first; without one, the task runs once
+            a rank. An extent is a number, a scalar read from a table, or a function of
+            dimensions to its left, named by its parameters:
+            `grid={"expert": n, "m": lambda expert: tw.ceildiv(rows[expert], 128)}`.
         role: `comm`, `relay`, `compute` or `reduce`; the schedule splits workers by it.
 
     Raises:
@@ -63,7 +64,7 @@ def task(*, grid: Mapping[str, Extent], role: Role = "compute") -> Callable[[Cal
     """
     if role not in ROLES:
         raise TraceError(f"role '{role}' is unknown; use one of {', '.join(ROLES)}", caller_location())
-    return lambda function: current().record_task(function, grid, role)
+    return lambda function: current().record_task(function, grid or {}, role)
 
 
 def symmetric(name: str, shape: tuple[ScalarLike, ...], dtype: object = dtypes.float32) -> Symmetric:

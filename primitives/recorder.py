@@ -108,6 +108,13 @@ class Recorder:
         if any(task.name == name for task in self.tasks):
             raise TraceError(f"the kernel declares task '{name}' twice; give each task its own name", location)
         dims = _grid_dims(grid)
+        wanted = list(function.__code__.co_varnames[: function.__code__.co_argcount])
+        if sorted(wanted) != sorted(grid):
+            raise TraceError(
+                f"task '{name}' takes ({', '.join(wanted)}), but its grid has the dimensions ({', '.join(grid)}); "
+                "name its parameters after them",
+                location,
+            )
         indices = {dim.name: Index(dim.name) for dim in dims}
         with self.nested_block() as block:
             function(**indices)

@@ -103,6 +103,15 @@ class Tile:
     def __lt__(self, other: TileLike) -> Tile:
         return elementwise("greater", other, self)
 
+    def __ge__(self, other: TileLike) -> Tile:
+        return elementwise("greater_equal", self, other)
+
+    def __le__(self, other: TileLike) -> Tile:
+        return elementwise("greater_equal", other, self)
+
+    def __abs__(self) -> Tile:
+        return elementwise("abs", self)
+
     def __neg__(self) -> Tile:
         return elementwise("negative", self)
 

@@ -18,12 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
-    """One environment variable: `name`, `default`, how to parse it, and what it does."""
+    """One environment variable: `name`, `default`, how to parse it, what it does, and the default in words."""
 
     name: str
     default: T
     parse: Callable[[str], T]
     doc: str
+    default_text: str = ""
 
     def get(self) -> T:
         """The parsed value, or the default when the variable is unset.
@@ -58,6 +59,7 @@ cache_dir: Knob[Path] = Knob(
     Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tileweave",
     lambda text: Path(text).expanduser(),
     "Folder of generated sources and compiled kernels.",
+    "tileweave in $XDG_CACHE_HOME, or in ~/.cache",
 )
 cc: Knob[str] = Knob("TILEWEAVE_CC", "cc", str, "C compiler command.")
 timeout_s: Knob[float] = Knob(
@@ -66,3 +68,25 @@ timeout_s: Knob[float] = Knob(
 debug: Knob[bool] = Knob("TILEWEAVE_DEBUG", False, _flag, "1 runs the verifier after every pass.")
 
 ALL: tuple[Knob[Path] | Knob[str] | Knob[float] | Knob[bool], ...] = (cache_dir, cc, timeout_s, debug)
+
+
+def as_markdown() -> str:
+    """The text of docs/knobs.md."""
+    rows = [f"| `{k.name}` | {k.default_text or f'`{_spelled(k.default)}`'} | {k.doc} |" for k in ALL]
+    return "\n".join([_HEAD, *rows, ""])
+
+
+def _spelled(value: object) -> str:
+    """A default as one writes it into the variable."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_HEAD = """# Knobs
+
+Environment variables, read when they are used. `tileweave doctor` shows their present values.
+This page is written from `tileweave/knobs.py`: `pytest tests/test_knobs.py --update-goldens`.
+
+| variable | default | what it does |
+| --- | --- | --- |"""

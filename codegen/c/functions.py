@@ -21,5 +21,6 @@ C_FUNCTIONS: Mapping[str, str] = {
     "erf": "tw_erf({})",
     "sigmoid": "tw_sigmoid({})",
     "greater": "({} > {} ? 1.0f : 0.0f)",
+    "greater_equal": "({} >= {} ? 1.0f : 0.0f)",
     "select": "({} != 0.0f ? {} : {})",
 }

@@ -79,11 +79,9 @@ def test_cycle_through_two_ranks() -> None:
     with pytest.raises(DeadlockError) as caught:
         handshake_with(swapped=True)
     assert message(caught.value).splitlines() == [
-        "kernel 'handshake' can hang under order 'program': these tiles wait for each other in a circle, by a "
-        "dependence or because a lane runs them in this order:",
-        "    two[] on rank 1",
-        "    one[] on rank 0",
-        "    two[] on rank 1",
+        "kernel 'handshake' can hang under order 'program': these tiles wait for each other in a circle:",
+        "    two[] on rank 1: it overwrites what is read by one[] on rank 0",
+        "    one[] on rank 0: it waits for a signal of two[] on rank 1",
     ]
 
 

@@ -163,13 +163,11 @@ def test_weights_of_unused_slots_may_be_anything(virtual: Virtual, value: float)
 
 
 def test_weights_that_no_longer_fit(virtual: Virtual) -> None:
-    """Found when the kernel is bound, after counts were exchanged; still before the launch."""
-
     def rank(group: Group) -> list[str]:
         layer = MoELayer(PLAIN, group, run=Config())
         kept = layer.gate_up
         texts = []
-        for wrong in (kept.bfloat16(), kept[:, :, ::2], kept[:, :-1].contiguous()):
+        for wrong in (kept.bfloat16(), kept.mT.contiguous().mT, kept[:, :-1].contiguous(), kept[:1].contiguous()):
             if group.rank == CULPRIT:
                 layer.gate_up = torch.nn.Parameter(wrong, requires_grad=False)
             texts.append(outcome(lambda: layer(X, INDEX, WEIGHTS)))
@@ -177,13 +175,22 @@ def test_weights_that_no_longer_fit(virtual: Virtual) -> None:
         return [*texts, outcome(lambda: layer(X, INDEX, WEIGHTS))]
 
     texts = [
-        "argument 'weights.gate_up' needs dtype float32, got bfloat16",
-        "argument 'weights.gate_up' is not contiguous; pass weights.gate_up.contiguous()",
-        "argument 'weights.gate_up' needs size 40 in dimension 1, got 39",
+        "ExpertWeights.gate_up has dtype torch.bfloat16; expected torch.float32",
+        "ExpertWeights.gate_up is not contiguous; pass gate_up.contiguous()",
+        "ExpertWeights.gate_up has shape [2, 39, 36]; expected [2, 40, 36]",
+        "ExpertWeights.gate_up has shape [1, 40, 36]; expected [2, 40, 36]",
     ]
-    peers = [f"PeerError: nothing was launched on any rank, because of rank 1: {text}" for text in texts]
-    own = [f"ArgumentError: {text}" for text in texts]
+    peers, own = [f"PeerError: rank 1: {text}" for text in texts], [f"ArgumentError: {text}" for text in texts]
     assert virtual(3).run(rank) == [[*peers, "fine"], [*own, "fine"], [*peers, "fine"]]
+
+
+def test_weights_of_all_experts_are_checked_when_they_are_loaded(virtual: Virtual) -> None:
+    layer = MoELayer(PLAIN, virtual(1).groups[0], run=Config())
+    weights = layer.weights
+    assert outcome(lambda: layer.load_experts(weights)) == "fine"
+    assert outcome(lambda: layer.load_experts(weights.select(range(5)))) == (
+        "ArgumentError: ExpertWeights.gate_up has shape [5, 40, 36]; expected [6, 40, 36]"
+    )
 
 
 def test_capacity_too_small(virtual: Virtual) -> None:
@@ -200,8 +207,8 @@ def test_capacity_too_small(virtual: Virtual) -> None:
 
     received = sum(int((i >= 4).sum()) for i in index)
     text = (
-        f"ArgumentError: rank 2 would receive {received} rows, but the layer's capacity is 54; raise capacity, or leave "
-        "it out so that memory grows as needed"
+        f"ArgumentError: rank 2 would receive {received} rows, but the layer's capacity is 54; raise capacity, or "
+        "leave it out so that memory grows as needed"
     )
     assert virtual(3).run(rank) == [(text, "fine")] * 3
     assert outcome(lambda: MoELayer(PLAIN, virtual(1).groups[0], capacity=0)) == (

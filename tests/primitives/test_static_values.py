@@ -37,5 +37,5 @@ def test_numpy_numbers() -> None:
 
     out = np.zeros(4, np.float32)
     size, factor = np.int64(4), np.float32(2.5)
-    tw.compile(scaled, tw.Tensor((4,)), tw.Tensor((4,)), size, factor)(np.ones(4, np.float32), out, size, factor)
+    tw.compile(scaled, tw.Tensor((4,)), tw.Tensor((4,)), size, factor)(np.ones(4, np.float32), out)
     assert out.tolist() == [3.5] * 4

@@ -1,0 +1,88 @@
+"""The C engine computes what the NumPy interpreter computes: on random kernels, and on those with known results."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from tests.codegen import reference_helpers, test_reference, test_reference_sync
+from tests.codegen.reference_helpers import Arguments
+from tests.compiler.test_regions import COLUMNS, ROWS, random_arguments, random_kernel, touched
+from tests.engine.c_engine import run_on_c
+from tileweave.codegen.reference import bf16
+from tileweave.codegen.reference.interpret import interpret
+from tileweave.compiler.config import Config
+from tileweave.compiler.passes import compile_program
+from tileweave.compiler.regions import bind, regions
+from tileweave.compiler.trace import Kernel
+from tileweave.primitives.memory import Table, Tensor
+
+SPECS = (
+    Tensor((ROWS, COLUMNS)), Tensor((ROWS, COLUMNS), "bfloat16"),
+    Table(("experts",)), Table((2, "listed")), Table((2, "owners")),
+)  # fmt: skip
+PROGRAM_ORDER = Config(order="program")
+
+
+def ranks_disturb_each_other(seed: int, world_size: int) -> bool:
+    """Whether an element that one rank writes is touched by another: random kernels do not synchronise."""
+    program, schedule = compile_program(random_kernel(seed), SPECS, world_size, PROGRAM_ORDER)
+    found = regions(program, bind(program, random_arguments(seed, world_size)))
+    rank_of = {i.first + n: int(i.env.rank[n]) for i in found.instances for n in range(i.count)}
+    users: dict[tuple[str, tuple[int, int]], set[int]] = defaultdict(set)
+    written = set()
+    for tile, accesses in touched(program, schedule, random_arguments(seed, world_size)).items():
+        for kind, _, memory, places, _ in accesses:
+            for place in places if kind in ("read", "write") else ():
+                users[memory, place].add(rank_of[tile])
+                if kind == "write":
+                    written.add((memory, place))
+    return any(len(users[place]) > 1 for place in written)
+
+
+def compare(seed: int, world_size: int) -> None:
+    kernel = random_kernel(seed)
+    want, got = random_arguments(seed, world_size), random_arguments(seed, world_size)
+    interpret(*compile_program(kernel, SPECS, world_size, PROGRAM_ORDER), want)
+    run_on_c(kernel, SPECS, got, PROGRAM_ORDER)
+    for rank, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(ours["x"], theirs["x"], err_msg=f"x of rank {rank}")
+        np.testing.assert_array_equal(bf16.widen(ours["y"]), bf16.widen(theirs["y"]), err_msg=f"y of rank {rank}")
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_random_kernels(seed: int) -> None:
+    compare(seed, 1)
+
+
+@pytest.mark.parametrize("first", range(200, 260, 5))
+def test_random_kernels_on_several_ranks(first: int) -> None:
+    """The first of five seeds whose ranks keep out of each other's way."""
+    world_size = 2 + first // 5 % 2
+    compare(next(seed for seed in range(first, 1000) if not ranks_disturb_each_other(seed, world_size)), world_size)
+
+
+def run(
+    source: Kernel,
+    specs: tuple[object, ...],
+    arguments: Sequence[Arguments],
+    config: Config,
+    seed: int | None = None,
+    *,
+    analysed: bool = True,
+) -> None:
+    """In place of the interpreter."""
+    run_on_c(source, specs, arguments, config)
+
+
+KNOWN = [
+    case
+    for module in (test_reference, test_reference_sync)
+    for name, case in vars(module).items()
+    if name.startswith("test_")
+]
+print([k.__name__ for k in KNOWN])

@@ -1,0 +1,1 @@
+"""What each command of `tileweave` does; `tileweave/cli.py` holds their options."""
