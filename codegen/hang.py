@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,13 +11,20 @@ from tileweave.compiler.printer import place
 from tileweave.primitives.control import SITE_ENTER, SITE_GATHER, AbortInfo, AbortKind, WorkerRecord
 
 
-def describe_abort(lowered: Lowered, info: AbortInfo, records: Sequence[WorkerRecord], timeout_s: float) -> str:
-    """First the cause, then one line for each worker that is not idle."""
-    program = lowered.program
-    lines = [f"kernel '{program.name}' stopped: {_cause(info, timeout_s)}"]
+def describe_abort(
+    launched: Mapping[int, Lowered], info: AbortInfo, records: Sequence[WorkerRecord], timeout_s: float
+) -> str:
+    """First the cause, then one line for each worker that is not idle.
+
+    `launched` holds the kernels of this rank's last launches by epoch: other ranks may be in
+    the launch before.
+    """
+    stuck = next((r.epoch for r in records if (r.rank, r.worker) == (info.rank, info.worker)), -1)
+    kernel = launched.get(stuck, launched[max(launched)])
+    lines = [f"kernel '{kernel.program.name}' stopped: {_cause(info, timeout_s)}"]
     waiting = [r for r in records if r.state == "waiting"]
     running = [r for r in records if r.state == "running"]
-    lines += [f"  {describe_record(lowered, record)}" for record in (*waiting, *running)]
+    lines += [f"  {describe_record(launched.get(record.epoch), record)}" for record in (*waiting, *running)]
     return "\n".join(lines)
 
 
@@ -29,13 +36,16 @@ def _cause(info: AbortInfo, timeout_s: float) -> str:
     return f"rank {info.rank} failed: {info.text}" if info.rank is not None else info.text
 
 
-def describe_record(lowered: Lowered, record: WorkerRecord) -> str:
-    """One worker, as in `rank 1 worker 0: down[expert=3, m=0] at k.py:8 waits for ready[3]: expected 8, observed 4`."""
+def describe_record(lowered: Lowered | None, record: WorkerRecord) -> str:
+    """One worker in a launch of `lowered`.
+
+    As in `rank 1 worker 0: down[expert=3, m=0] at k.py:8 waits for ready[3]: expected 8, observed 4`.
+    """
     who = f"rank {record.rank} " + ("host" if record.worker is None else f"worker {record.worker}")
     if record.site in (SITE_ENTER, SITE_GATHER):
         what = "enter the launch" if record.site == SITE_ENTER else "join a collective call"
         return f"{who}: waits for rank {record.signal_index} to {what}"
-    if not 0 <= record.task < len(lowered.tasks):
+    if lowered is None or not 0 <= record.task < len(lowered.tasks):
         return f"{who}: {record.state}"
     task = lowered.program.tasks[record.task]
     grid = ", ".join(f"{d}={i}" for d, i in zip(task.dims, record.tile, strict=False))

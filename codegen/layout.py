@@ -42,20 +42,25 @@ def symmetric_segment(program: Program) -> Segment:
     """Lay out the symmetric memories and counters of `program`, each on a 64-byte boundary."""
     offsets: dict[str, int] = {}
     lines: list[str] = []
-    at = 0
+    at = used = 0
     for memory in program.symmetric:
         size = num_elements(memory) * memory.dtype.itemsize_bytes
         offsets[memory.name] = at
         lines.append(f"{memory.name} {_times(memory)} x {memory.dtype.itemsize_bytes} = {size:,}")
+        used += size
         at = _align(at + size)
     first = at
     for counters in program.signals:
         size = num_elements(counters) * COUNTER_BYTES
         offsets[counters.name] = at
         lines.append(f"{counters.name} {_times(counters)} x {COUNTER_BYTES} x {COUNTER_SETS} = {COUNTER_SETS * size:,}")
+        used += COUNTER_SETS * size
         at = _align(at + size)
     one_set = at - first
-    return Segment(offsets, first, one_set, max(first + COUNTER_SETS * one_set, ALIGNMENT_BYTES), tuple(lines))
+    total = max(first + COUNTER_SETS * one_set, ALIGNMENT_BYTES)
+    if total > used:
+        lines.append(f"alignment to {ALIGNMENT_BYTES} = {total - used:,}")
+    return Segment(offsets, first, one_set, total, tuple(lines))
 
 
 def _times(memory: Memory) -> str:

@@ -40,7 +40,7 @@ class Config:
 
     workers: int = 1
     comm_workers: int = 0
-    order: str = "expert_ascending"
+    order: str = "sends_first"
     queue: QueueKind = "static"
     tunables: Mapping[str, Any] = field(default_factory=dict)
 

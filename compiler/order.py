@@ -42,6 +42,19 @@ def expert_ascending(program: Program) -> tuple[Key, ...]:
     return _padded(program, keys)
 
 
+def sends_first(program: Program) -> tuple[Key, ...]:
+    """Communication that waits for nothing, then expert by expert: no peer waits for what could long be there.
+
+    Like `expert_ascending`, but `comm` and `relay` tasks without a wait come before all
+    else, since a rank that delays a send to finish its own tiles makes its peers idle.
+    """
+    keys = []
+    for task, key in zip(program.tasks, expert_ascending(program), strict=True):
+        waits = any(isinstance(op, WaitOp) for op in walk_ops(task.body))
+        keys.append((Const(int(waits or task.role not in ("comm", "relay"))), *key))
+    return tuple(keys)
+
+
 def own_rank_first(program: Program) -> tuple[Key, ...]:
     """Tasks as declared; those that address a peer start with this rank and go round the others.
 
@@ -71,6 +84,7 @@ def critical_path(program: Program) -> tuple[Key, ...]:
 
 ORDERS: Mapping[str, Callable[[Program], tuple[Key, ...]]] = {
     "program": program_order,
+    "sends_first": sends_first,
     "expert_ascending": expert_ascending,
     "own_rank_first": own_rank_first,
     "critical_path": critical_path,

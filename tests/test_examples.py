@@ -21,7 +21,7 @@ SAYS = {
         "waits for arrived[0] to reach 1, but the signals that can reach it add up to 0: it would wait forever",
         "waits for arrived[0] to reach 2, but the signals that can reach it add up to 1",
         "DeadlockError",
-        "can hang under order 'expert_ascending': these tiles wait for each other in a circle",
+        "can hang under order 'sends_first': these tiles wait for each other in a circle",
     ],
     "03_all_gather_gemm": ["4 ranks with [133, 0, 117, 50] rows", "the same bits on 4 ranks"],
     "04_gemm_reduce_scatter": ["4 ranks", "the same bits on 4 ranks"],

@@ -17,7 +17,7 @@ from tileweave.codegen.hang import describe_abort
 from tileweave.codegen.layout import COUNTER_SETS, num_elements
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.trace import TraceEvent
-from tileweave.primitives.control import RUNTIME_DIR
+from tileweave.primitives.control import RUNTIME_DIR, AbortInfo, WorkerRecord
 from tileweave.primitives.group import Group
 from tileweave.primitives.heap import Mapping as MemoryMapping
 
@@ -27,6 +27,7 @@ INCLUDE_DIR = Path(__file__).resolve().parent / "include"
 FLAGS = (*native.DEFAULT_FLAGS, "-ffp-contract=off", "-Wno-unused-function")
 
 _OK, _ABORTED, _REFUSED = 0, 1, 2
+_REMEMBERED = 4  # kernels of the last launches, to say what ranks that lag behind are doing
 
 
 class _Event(ctypes.Structure):
@@ -123,8 +124,15 @@ class Executable:
             HangError, RankDiedError, LaunchError: the launch ended before its work was done.
         """
         group, record = self.group, self._record
-        group.check_abort()
+        launched: dict[int, Lowered] = group.cache.setdefault("launched", {})
+
+        def describe(info: AbortInfo, records: Sequence[WorkerRecord]) -> str:
+            return describe_abort(launched, info, records, group.timeout_s)
+
+        group.check_abort(describe if launched else None)
         epoch = group.next_epoch()
+        launched[epoch] = self.lowered
+        launched.pop(epoch - _REMEMBERED, None)
         if launch.refusal is not None:
             group.refuse(epoch, launch.refusal)
         else:
@@ -140,7 +148,7 @@ class Executable:
         self._launches += 1
         events = self._take_events(record)
         if code != _OK:
-            group.check_abort(lambda info, records: describe_abort(self.lowered, info, records, group.timeout_s))
+            group.check_abort(describe)
         return events
 
     def _set_counters(self, record: Any) -> None:

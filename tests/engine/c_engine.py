@@ -38,9 +38,8 @@ def run_on_c(
         for mapping in executable._local.values():
             mapping.array()[:] = 0xFF
         own = arguments[group.rank]
-        args = (
-            argument(s, own[n]) if isinstance(s, Memory) else s for n, s in zip(kernel.parameters, specs, strict=True)
-        )
+        taken = [(n, s) for n, s in zip(kernel.parameters, specs, strict=True) if isinstance(s, Memory)]
+        args = (argument(spec, own[name]) for name, spec in taken)
         compiled.run(tuple(args), group)
 
     with VirtualGroup(len(arguments)) as ranks:

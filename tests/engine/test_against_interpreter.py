@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -54,12 +53,12 @@ def compare(seed: int, world_size: int) -> None:
         np.testing.assert_array_equal(bf16.widen(ours["y"]), bf16.widen(theirs["y"]), err_msg=f"y of rank {rank}")
 
 
-@pytest.mark.parametrize("seed", range(100, 124))
+@pytest.mark.parametrize("seed", range(100, 118))
 def test_random_kernels(seed: int) -> None:
     compare(seed, 1)
 
 
-@pytest.mark.parametrize("first", range(200, 260, 5))
+@pytest.mark.parametrize("first", range(200, 245, 5))
 def test_random_kernels_on_several_ranks(first: int) -> None:
     """The first of five seeds whose ranks keep out of each other's way."""
     world_size = 2 + first // 5 % 2
@@ -79,10 +78,29 @@ def run(
     run_on_c(source, specs, arguments, config)
 
 
-KNOWN = [
-    case
-    for module in (test_reference, test_reference_sync)
-    for name, case in vars(module).items()
-    if name.startswith("test_")
+KNOWN: list[tuple[Callable[..., None], tuple[object, ...]]] = [
+    (test_reference.test_elementwise_chain, ()),
+    *((test_reference.test_functions, (name,)) for name in ("exp", "log", "select", "rsqrt")),
+    (test_reference.test_ragged_gemm, (33, 17, 65)),
+    (test_reference.test_gather_and_scatter_skip_masked_rows, ()),
+    (test_reference.test_when_and_nested_loops, ()),
+    (test_reference.test_reductions_run_over_the_extent, (10, 7)),
+    (test_reference.test_bfloat16_rounds_where_it_is_stored_or_cast, ()),
+    (test_reference.test_values_made_from_an_accumulator_do_not_follow_it, ()),
+    (test_reference.test_ragged_update_keeps_the_rest_of_an_accumulator, ()),
+    (test_reference.test_what_nobody_wrote_shows_as_nan, ()),
+    (test_reference_sync.test_gather_from_a_peer_a_row, ()),
+    (test_reference_sync.test_ring_exchange, ()),
+    (test_reference_sync.test_put_get_multicast, ()),
 ]
-print([k.__name__ for k in KNOWN])
+
+
+@pytest.mark.parametrize(("test", "arguments"), KNOWN, ids=[f"{t.__name__}{a or ''}" for t, a in KNOWN])
+def test_kernels_with_known_results(
+    monkeypatch: pytest.MonkeyPatch, test: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
+    """The interpreter's own tests, with the C engine in its place."""
+    schedules = [(Config(), None), (Config(workers=3, comm_workers=1, queue="dynamic", order="own_rank_first"), None)]
+    monkeypatch.setattr(reference_helpers, "run", run)
+    monkeypatch.setattr(reference_helpers, "SCHEDULES", schedules)
+    test(*arguments)

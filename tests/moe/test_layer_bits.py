@@ -150,10 +150,10 @@ def test_kernels_of_the_two_halves_give_the_bits_of_the_whole(virtual: Virtual, 
         )
         tables = plan_routing(part.topk_idx, layer.placement, group)
         activations = torch.full((int(tables.expert_offsets[-1]), config.intermediate), torch.nan)
-        first.run((part.x, layer.weights, tables, activations, shape), group)
+        first.run((part.x, layer.weights, tables, activations), group)
         result = torch.full_like(part.x, torch.nan)
         used = part.topk_weights.nan_to_num()  # an unused slot takes no row, but its weight is read
-        second.run((activations, used, layer.weights, tables, result, shape), group)
+        second.run((activations, used, layer.weights, tables, result), group)
         return result
 
     assert same_bits(torch.cat(virtual(world_size).run(halves)), expected(config, True))

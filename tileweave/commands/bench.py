@@ -180,6 +180,12 @@ def run_bench(
         _print(show, [r for r in results if r.dtype == dtype], dtype)
     for each in profiles:
         _print_profile(show, each)
+    if profiles:
+        show.print(
+            "[dim]busy, waiting: mean over ranks, then the rank with most. Rates: per second of a busy worker; "
+            "weights of an expert with rows counted once. A tile's time includes its thread's turns off the core. "
+            f"{DEFINITION.capitalize()}.[/]"
+        )
     figures: dict[str, Any] = {
         "rates": {str(cores): asdict(rate) for cores, rate in rates.items()},
         "results": [
@@ -346,9 +352,5 @@ def _print_profile(show: Console, profile: dict[str, Any]) -> None:
         f"launch {profile['traced_launch_ms']:.2f} ms, of which between tiles {profile['between_tiles_ms']:.2f}; "
         f"median of the timed runs {profile['tileweave_ms']:.2f}, {outside:+.2f} to this launch (routing plan "
         f"{profile['plan_ms']:.2f}, entry, listing of tiles); communication hidden by rank: {hidden}; "
-        f"the cores computed {profile['cores_computing']:.0%} of the launch"
-    )
-    show.print(
-        "[dim]busy, waiting: mean over ranks, then the rank with most. Rates: per second of a busy worker; "
-        "weights of an expert with rows counted once. A tile's time includes its thread's turns off the core.[/]\n"
+        f"the cores computed {profile['cores_computing']:.0%} of the launch\n"
     )
