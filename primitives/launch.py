@@ -75,7 +75,7 @@ def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float | 
         environ, folder = dict(os.environ), str(Path.cwd())
         try:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([m for m in ("torch", __name__) if importlib.util.find_spec(m) is not None])
+            context.set_forkserver_preload(_preload())
             for rank in range(world_size):
                 job.start(context, _Job(rank, world_size, os.getpid(), descriptor, environ, folder, call))
             job.supervise()
@@ -88,6 +88,12 @@ def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float | 
     finally:
         os.close(descriptor)
     return results
+
+
+def _preload() -> list[str]:
+    """What the fork server imports once, so that no rank has to: torch, and what the caller has loaded of Tileweave."""
+    torch = ["torch"] if importlib.util.find_spec("torch") is not None else []
+    return torch + sorted(name for name in sys.modules if name.partition(".")[0] == "tileweave")
 
 
 def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

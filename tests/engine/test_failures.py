@@ -85,8 +85,12 @@ def outcome(call: Callable[[], object]) -> str:
 
 def forgetful(group: Group) -> list[str]:
     """A good launch, one in which rank 0 sends too little, which rank 0 itself does not notice, and two more."""
-    sends = ((3, 3), (3, 2) if group.rank == 0 else (3, 3), (3, 3), (3, 3))
-    return [outcome(lambda send=send: launch(group, *send)) for send in sends]  # type: ignore[misc]
+    texts = []
+    for send in ((3, 3), (3, 2), (3, 3), (3, 3)):
+        texts.append(outcome(lambda send=send: launch(group, *(send if group.rank == 0 else (3, 3)))))  # type: ignore[misc]
+        if group.rank == 0:
+            time.sleep(0.3)  # so that rank 1 has waited longer than rank 0 when the time is up
+    return texts
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -124,14 +128,15 @@ def stuck_behind(group: Group) -> str:
     bystander.run((), group)
     launch(group, 3, 3)
     first = outcome(lambda: launch(group, *((3, 2) if group.rank == 0 else (3, 3))))
+    time.sleep(0.3)
     return first if group.rank else outcome(lambda: bystander.run((), group))
 
 
 def test_a_hang_is_told_in_terms_of_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TILEWEAVE_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT_S", "1")
     with VirtualGroup(2) as ranks:
         for text in ranks.run(stuck_behind):
-            assert text.startswith("HangError: kernel 'handshake' stopped: rank 1 waited longer than 0.5 s")
+            assert text.startswith("HangError: kernel 'handshake' stopped: rank 1 waited longer than 1 s")
             assert f"take[i=1] at test_failures.py:{WAIT_LINE} waits for given[1, 1]: expected 3, observed 2" in text
 
 
