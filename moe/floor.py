@@ -9,25 +9,18 @@ cannot reach the floor on its busiest rank.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
-from statistics import fmean
 
 import torch
 
-from tileweave.errors import ConfigError, LaunchError
+from tileweave.errors import ConfigError
 from tileweave.moe.config import MoEConfig
 
 _GEMM_SHAPE = (1024, 1536, 2048)  # large enough that more does not make it faster
-_STREAM_BYTES = 256 << 20  # far beyond a last-level cache
-_REPETITION_S = 0.07  # about what one repetition of any kind of work takes
-_PEER_TIMEOUT_S = 120.0
+_STREAM_BYTES = 128 << 20  # far beyond a last-level cache
 
 
 @dataclass(frozen=True)
@@ -46,75 +39,53 @@ class MachineRates:
     copy_bytes: float
     read_bytes: float
 
+    @staticmethod
+    def of(num_ranks: int, seconds: Mapping[str, float], work: Sequence[Work]) -> MachineRates:
+        """Rates from the seconds that each entry of `work` took on the cores that `num_ranks` ranks share.
+
+        Raises:
+            ConfigError: `num_ranks` is below 1.
+        """
+        if num_ranks < 1:
+            raise ConfigError(f"num_ranks is {num_ranks}; expected at least 1")
+        gemm, copy, read = (w.amount / seconds[w.name] for w in work)
+        return MachineRates(min(num_ranks, usable_cores()), gemm, copy, read)
+
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def measure_machine(num_ranks: int, seconds: float = 1.0) -> MachineRates:
-    """Measure the rates that `num_ranks` ranks with one thread each can draw on; takes about 3 * `seconds` + 5 s.
+@dataclass(frozen=True)
+class Work:
+    """Something to time: `amount` FLOPs or bytes each time that `run` is called."""
 
-    Each repetition starts at a barrier, so all processes work at once; a rate is the best
-    repetition's mean over the processes, which sheds what other programs took.
+    name: str
+    run: Callable[[], object]
+    amount: int
 
-    Raises:
-        ConfigError: `num_ranks` is below 1.
-        LaunchError: a measuring process died.
+
+MACHINE_WORK = ("gemm", "copy", "read")
+"""Names of `machine_work`."""
+
+
+def machine_work() -> tuple[Work, Work, Work]:
+    """A large product (`gemm`), a large copy (`copy`) and a pure read (`read`), for one core.
+
+    Time them on as many ranks at once as there are cores to share, turn by turn with the
+    layer, and pass the medians to `MachineRates.of`: the machine's speed drifts.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks is {num_ranks}; expected at least 1")
-    num_cores = min(num_ranks, usable_cores())
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(num_cores)
-    pipes = [context.Pipe(duplex=False) for _ in range(num_cores)]
-    processes = [
-        context.Process(target=_measure_core, args=(barrier, sender, seconds), daemon=True) for _, sender in pipes
-    ]
-    for process in processes:
-        process.start()
-    for _, sender in pipes:
-        sender.close()  # so that a dead child reads as end of file
-    try:
-        per_core = [receiver.recv() for receiver, _ in pipes]
-    except EOFError:
-        raise LaunchError("a process that measures this machine ended early; is there memory for it?") from None
-    finally:
-        for process in processes:
-            process.join(_PEER_TIMEOUT_S)
-    best = [max(map(fmean, zip(*repetitions, strict=True))) for repetitions in zip(*per_core, strict=True)]
-    return MachineRates(num_cores, *best)
-
-
-def _measure_core(barrier: Barrier, sender: Connection, seconds: float) -> None:
-    """One core's share: sends, for each kind of work, its rates in all repetitions."""
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        sender.send([_rates(work, amount, barrier, seconds) for work, amount in _kinds_of_work()])
-
-
-def _kinds_of_work() -> Iterator[tuple[Callable[[], object], int]]:
-    """(what to run, its FLOPs or bytes): a product, a copy, a pure read."""
     m, n, k = _GEMM_SHAPE
     a, b, c = torch.rand(m, k), torch.rand(n, k), torch.empty(m, n)
-    yield partial(torch.mm, a, b.t(), out=c), 2 * m * n * k
     source = torch.ones(_STREAM_BYTES // 4)
     target = torch.zeros_like(source)
-    yield partial(target.copy_, source), 2 * _STREAM_BYTES
     matrix, vector = source.view(-1, 2048), torch.ones(2048)
-    yield partial(torch.mv, matrix, vector), _STREAM_BYTES
-
-
-def _rates(work: Callable[[], object], amount: int, barrier: Barrier, seconds: float) -> list[float]:
-    """Amount per second of each repetition; all processes do as many, each starting together."""
-    work()
-    rates = []
-    for _ in range(max(3, round(seconds / _REPETITION_S))):
-        barrier.wait(_PEER_TIMEOUT_S)
-        start = time.perf_counter()
-        work()
-        rates.append(amount / (time.perf_counter() - start))
-    return rates
+    return (
+        Work("gemm", partial(torch.mm, a, b.t(), out=c), 2 * m * n * k),
+        Work("copy", partial(target.copy_, source), 2 * _STREAM_BYTES),
+        Work("read", partial(torch.mv, matrix, vector), _STREAM_BYTES),
+    )
 
 
 def layer_flops(config: MoEConfig, num_rows: int, num_tokens: int = 0) -> int:

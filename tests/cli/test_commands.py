@@ -14,7 +14,6 @@ from tileweave.cli import app
 from tileweave.commands.bench import SHAPES, Shape
 from tileweave.commands.output import bytes_text, histogram, skew
 from tileweave.errors import ConfigError
-from tileweave.moe.floor import MachineRates
 
 SMALL = ["--tokens", "24", "--hidden", "64", "--intermediate", "32", "--experts", "6", "--topk", "2", "--repeats", "2"]
 
@@ -76,11 +75,7 @@ def test_demo_refuses(tmp_path: Path) -> None:
     assert run("demo", "--dtype", "fp8").exit_code == 2
 
 
-def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Measuring takes seconds and has its own tests; the later measurement is the better one here.
-    measured = iter([MachineRates(n, 1e9 * k, 1e9, 1e9) for k in (1, 2) for n in (1, 2)])
-    monkeypatch.setattr("tileweave.commands.bench.measure_machine", lambda cores: next(measured))
-    monkeypatch.setattr("tileweave.commands.bench.usable_cores", lambda: 2)
+def test_bench(tmp_path: Path) -> None:
     shapes = ["--shape", "8,64,32,6,2,2", "--shape", "0008,64,32,6,2,1"]
     path = tmp_path / "bench.json"
     result = run("bench", "cpu", *shapes, "--dtype", "both", "--repeats", 2, "--profile", "--json", path)
@@ -90,7 +85,6 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     figures = json.loads(path.read_text())
     assert figures["command"] == "bench cpu"
-    assert figures["rates"]["2"]["gemm_flops"] == 2e9
     assert [(r["shape"]["ranks"], r["dtype"]) for r in figures["results"]] == [
         (2, "fp32"), (1, "fp32"), (2, "bf16"), (1, "bf16"),
     ]  # fmt: skip
@@ -99,6 +93,8 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert r["speedup"] == r["gloo_ms"] / r["tileweave_ms"]
         assert r["over_floor"] == r["tileweave_ms"] / r["floor_ms"]
         assert r["plan_ms"] > 0
+        assert r["rates"]["gemm_flops"] > 1e8
+        assert r["rates"]["copy_bytes"] > 1e8
         assert r["difference"] < (1e-5 if r["dtype"] == "fp32" else 3e-2)
     assert set(figures["geometric_mean_speedup"]) == {"fp32", "bf16"}
     assert len(figures["profiles"]) == 4

@@ -7,7 +7,7 @@ import torch
 
 from tileweave.errors import ConfigError
 from tileweave.moe.config import MoEConfig
-from tileweave.moe.floor import MachineRates, floor_seconds, layer_bytes, layer_flops, measure_machine
+from tileweave.moe.floor import MACHINE_WORK, MachineRates, floor_seconds, layer_bytes, layer_flops, machine_work
 
 CONFIG = MoEConfig(hidden=2048, intermediate=768, num_experts=64, num_topk=8)
 
@@ -45,14 +45,17 @@ def test_floor_is_the_larger_bound() -> None:
     assert floor_seconds(memory_bound, CONFIG, 16, rows) == pytest.approx(moved / 2e9)
 
 
-def test_measured_rates_are_plausible() -> None:
-    rates = measure_machine(2, seconds=0.1)
-    assert 1 <= rates.num_cores <= 2
-    assert 1e8 < rates.gemm_flops < 1e13
-    assert 1e8 < rates.copy_bytes < 1e12
-    assert 1e8 < rates.read_bytes < 1e12
+def test_rates_of_measured_work() -> None:
+    work = machine_work()
+    assert tuple(w.name for w in work) == MACHINE_WORK
+    for each in work:
+        each.run()
+    rates = MachineRates.of(1, {"gemm": 2.0, "copy": 0.5, "read": 1.0}, work)
+    amounts = {w.name: w.amount for w in work}
+    assert (rates.num_cores, rates.gemm_flops) == (1, amounts["gemm"] / 2)
+    assert (rates.copy_bytes, rates.read_bytes) == (amounts["copy"] * 2, amounts["read"])
 
 
 def test_no_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_ranks is 0; expected at least 1"):
-        measure_machine(0)
+        MachineRates.of(0, dict.fromkeys(MACHINE_WORK, 1.0), machine_work())

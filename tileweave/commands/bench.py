@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from tileweave.commands.ranks import (
 from tileweave.errors import ConfigError
 from tileweave.moe.baselines import GlooMoE
 from tileweave.moe.config import MoEConfig
-from tileweave.moe.floor import MachineRates, floor_seconds, measure_machine, usable_cores
+from tileweave.moe.floor import MACHINE_WORK, MachineRates, floor_seconds, machine_work, usable_cores
 from tileweave.moe.layer import MoELayer
 from tileweave.moe.routing import count_experts, plan_routing
 from tileweave.primitives.group import Group
@@ -98,9 +99,13 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank brings home. `difference` and `size` are squared norms of (this layer − gloo) and of gloo."""
+    """What one rank brings home. `difference` and `size` are squared norms of (this layer − gloo) and of gloo.
+
+    `machine` are times of the floor's work, taken turn by turn with the layers on as many ranks as there are cores.
+    """
 
     times: Times
+    machine: Times
     events: list[TraceEvent]
     difference: float
     size: float
@@ -118,6 +123,7 @@ class Result:
     plan_ms: float
     floor_ms: float
     difference: float
+    rates: MachineRates
 
     @property
     def speedup(self) -> float:
@@ -147,20 +153,10 @@ def run_bench(
     )
     results: list[Result] = []
     profiles: list[dict[str, Any]] = []
-    rates: dict[int, MachineRates] = {}
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=show, transient=True
     ) as progress:
-        every_cores = sorted({min(shape.ranks, usable_cores()) for shape in chosen})
-        whole = progress.add_task("", total=len(dtypes) * len(chosen) + 2 * len(every_cores))
-
-        def measure() -> None:
-            for cores in every_cores:
-                progress.update(whole, description=f"measure the floor's rates on {cores} core(s)")
-                rates[cores] = _best(measure_machine(cores), rates.get(cores))
-                progress.advance(whole)
-
-        measure()
+        whole = progress.add_task("", total=len(dtypes) * len(chosen))
         for dtype in dtypes:
             for shape in chosen:
                 label = f"{shape} {dtype}"
@@ -174,8 +170,6 @@ def run_bench(
                 if profile:
                     profiles.append(_profile(results[-1], [e for run in runs for e in run.events]))
                 progress.advance(whole)
-        measure()  # again: what else ran on the machine must not pass for its limit
-    results = [_with_floor(result, rates[min(result.shape.ranks, usable_cores())]) for result in results]
     for dtype in dtypes:
         _print(show, [r for r in results if r.dtype == dtype], dtype)
     for each in profiles:
@@ -187,7 +181,6 @@ def run_bench(
             f"{DEFINITION.capitalize()}.[/]"
         )
     figures: dict[str, Any] = {
-        "rates": {str(cores): asdict(rate) for cores, rate in rates.items()},
         "results": [
             asdict(r) | {"speedup": r.speedup, "over_floor": r.over_floor} for r in results
         ],
@@ -221,32 +214,31 @@ def _run_rank(group: Group, shape: Shape, dtype: str, repeats: int, store: Path,
             "tileweave": lambda: layer(x, topk_idx, topk_weights),
             "gloo": lambda: baseline(x, topk_idx, topk_weights),
         }
+        # Ranks beyond the cores wait, so that the cores run at the rate that they share.
+        measures = machine_work() if group.rank < usable_cores() else ()
+        turns = {name: (lambda: None) for name in MACHINE_WORK} | {w.name: w.run for w in measures}
         ours, theirs = layer(x, topk_idx, topk_weights).double(), baseline(x, topk_idx, topk_weights).double()
         fitting = repetitions(group, list(work.values()), _TIMED_S, _MOST_REPEATS)
-        times = alternate(group, work, repeats or fitting, ticks)
+        times = alternate(group, work | turns, repeats or fitting, ticks)
         # Part of the layer's time; alone it is too short to disturb anybody.
         times |= alternate(group, {"plan": lambda: plan_routing(index, layer.placement, group)}, 21, ticks)
         _, events = layer.traced(x, topk_idx, topk_weights)
-    return RankRun(times, events, float((ours - theirs).square().sum()), float(theirs.square().sum()))
+    machine = {name: times.pop(name) for name in MACHINE_WORK}
+    return RankRun(times, machine, events, float((ours - theirs).square().sum()), float(theirs.square().sum()))
 
 
-def _best(rates: MachineRates, before: MachineRates | None) -> MachineRates:
-    """The higher of each rate."""
-    if before is None:
-        return rates
-    best = {name: max(value, getattr(before, name)) for name, value in asdict(rates).items()}
-    return replace(rates, **best)
-
-
-def _with_floor(result: Result, rates: MachineRates) -> Result:
-    shape = result.shape
-    counts = np.sum([count_experts(shape.routing(rank), shape.experts) for rank in range(shape.ranks)], axis=0)
-    seconds = floor_seconds(rates, shape.layer(result.dtype), shape.tokens * shape.ranks, counts.tolist())
-    return replace(result, floor_ms=seconds * 1e3)
+def _rates(shape: Shape, runs: Sequence[RankRun]) -> MachineRates:
+    """Medians of the floor's work over the ranks that did it."""
+    busy = [run.machine for run in runs[: usable_cores()]]
+    seconds = {name: statistics.median(seconds_of(busy, name)) for name in MACHINE_WORK}
+    return MachineRates.of(shape.ranks, seconds, machine_work())
 
 
 def _result(shape: Shape, dtype: str, runs: Sequence[RankRun]) -> Result:
     times = [run.times for run in runs]
+    rates = _rates(shape, runs)
+    counts = np.sum([count_experts(shape.routing(rank), shape.experts) for rank in range(shape.ranks)], axis=0)
+    floor = floor_seconds(rates, shape.layer(dtype), shape.tokens * shape.ranks, counts.tolist())
     return Result(
         shape=shape,
         dtype=dtype,
@@ -254,7 +246,8 @@ def _result(shape: Shape, dtype: str, runs: Sequence[RankRun]) -> Result:
         tileweave_ms=median_ms(seconds_of(times, "tileweave")),
         gloo_ms=median_ms(seconds_of(times, "gloo")),
         plan_ms=median_ms(seconds_of(times, "plan")),
-        floor_ms=math.nan,  # when all is measured
+        floor_ms=floor * 1e3,
+        rates=rates,
         difference=math.sqrt(sum(r.difference for r in runs) / max(sum(r.size for r in runs), 1e-300)),
     )  # fmt: skip
 
