@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -155,14 +155,19 @@ class CompiledKernel:
 
     def _named(self, args: tuple[object, ...]) -> dict[str, Any]:
         """Arguments by dotted name, in the order of `Program.arguments`; plain values of the kernel are not passed."""
-        passed = [(n, s) for n, s in zip(self.kernel.parameters, self.specs, strict=True) if holds_memory(s)]
-        names, specs = tuple(n for n, _ in passed), tuple(s for _, s in passed)
+        names, specs = self._passed
         if len(args) != len(names):
             raise ArgumentError(
                 f"kernel '{self.kernel.name}' takes {len(names)} arguments ({', '.join(names)}), got {len(args)}; "
                 "plain values were fixed when it was compiled"
             )
         return dict(flatten(names, specs, args))
+
+    @cached_property
+    def _passed(self) -> tuple[tuple[str, ...], tuple[object, ...]]:
+        """Names and specs of the parameters that a call passes."""
+        passed = [(n, s) for n, s in zip(self.kernel.parameters, self.specs, strict=True) if holds_memory(s)]
+        return tuple(n for n, _ in passed), tuple(s for _, s in passed)
 
     @cached_property
     def written(self) -> frozenset[str]:
@@ -186,11 +191,11 @@ def check_array(memory: Memory, array: Any, *, written: bool) -> None:
         ArgumentError: not an array, of another dtype, not contiguous, not in CPU memory, or read-only but `written`.
     """
     if isinstance(array, np.ndarray):
-        dtype, contiguous, device = str(array.dtype), array.flags.c_contiguous, "cpu"
+        dtype, contiguous, device = _dtype_name(array.dtype), array.flags.c_contiguous, "cpu"
         if written and not array.flags.writeable:
             raise ArgumentError(f"argument '{memory.name}' is read-only, but the kernel writes it; pass a copy")
     elif hasattr(array, "data_ptr"):
-        dtype, contiguous, device = str(array.dtype).removeprefix("torch."), array.is_contiguous(), array.device.type
+        dtype, contiguous, device = _dtype_name(array.dtype), array.is_contiguous(), array.device.type
     else:
         raise ArgumentError(f"argument '{memory.name}' needs a torch tensor or NumPy array, got {type(array).__name__}")
     if dtype != memory.dtype.name:
@@ -199,6 +204,12 @@ def check_array(memory: Memory, array: Any, *, written: bool) -> None:
         raise ArgumentError(f"argument '{memory.name}' is not contiguous; pass {memory.name}.contiguous()")
     if device != "cpu":
         raise ArgumentError(f"argument '{memory.name}' is on device {device}; the C engine needs CPU memory")
+
+
+@lru_cache(maxsize=32)
+def _dtype_name(dtype: object) -> str:
+    """`float32` for NumPy's and torch's alike."""
+    return str(dtype).removeprefix("torch.")
 
 
 def compile(  # noqa: A001  (the name users expect: tw.compile)

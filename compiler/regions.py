@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tileweave.compiler.program import Program
 from tileweave.errors import ArgumentError, BoundsError
 from tileweave.primitives.expr import (
+    Const,
     Dim,
     Env,
     EvaluationError,
@@ -84,21 +85,27 @@ def bind_dims(program: Program, given: Mapping[str, Any]) -> dict[str, int]:
 
 def check_shape(memory: Memory, shape: tuple[int, ...], dims: dict[str, int]) -> None:
     """Compare an argument's shape with its declaration, binding dynamic dimensions on first sight."""
-    expected = f"[{', '.join(map(str, memory.dims))}]"
     if len(shape) != memory.ndim:
         raise ArgumentError(
-            f"argument '{memory.name}' needs {memory.ndim} dimensions {expected}, got {len(shape)}: {list(shape)}"
+            f"argument '{memory.name}' needs {memory.ndim} dimensions {_listed(memory)}, "
+            f"got {len(shape)}: {list(shape)}"
         )
     for axis, (size, declared) in enumerate(zip(shape, memory.dims, strict=True)):
-        if isinstance(declared, Dim) and declared.name not in dims:
-            dims[declared.name] = int(size)
-        want = dims[declared.name] if isinstance(declared, Dim) else int(declared.value)  # type: ignore[attr-defined]
+        if isinstance(declared, Dim):
+            want = dims.setdefault(declared.name, int(size))
+        else:
+            assert isinstance(declared, Const), "verify refuses other sizes of arguments"
+            want = declared.value
         if size != want:
             bound = ", ".join(f"{k}={v}" for k, v in dims.items())
             raise ArgumentError(
-                f"argument '{memory.name}' needs shape {expected}{f' with {bound}' if bound else ''}, "
+                f"argument '{memory.name}' needs shape {_listed(memory)}{f' with {bound}' if bound else ''}, "
                 f"got {list(shape)}: dimension {axis} is {size}, expected {want}"
             )
+
+
+def _listed(memory: Memory) -> str:
+    return f"[{', '.join(map(str, memory.dims))}]"
 
 
 @dataclass(frozen=True)

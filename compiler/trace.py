@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,7 @@ class Kernel:
         """The function's name."""
         return self.function.__name__
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the positional parameters."""
         return tuple(
