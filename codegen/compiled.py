@@ -201,7 +201,8 @@ def check_array(memory: Memory, array: Any, *, written: bool) -> None:
     if dtype != memory.dtype.name:
         raise ArgumentError(f"argument '{memory.name}' needs dtype {memory.dtype}, got {dtype}")
     if not contiguous:
-        raise ArgumentError(f"argument '{memory.name}' is not contiguous; pass {memory.name}.contiguous()")
+        advice = "allocate it contiguous, since the kernel writes it" if written else f"pass {memory.name}.contiguous()"
+        raise ArgumentError(f"argument '{memory.name}' is not contiguous; {advice}")
     if device != "cpu":
         raise ArgumentError(f"argument '{memory.name}' is on device {device}; the C engine needs CPU memory")
 

@@ -30,7 +30,20 @@ class _Uses:
     is_write: npt.NDArray[np.bool_]
 
 
-def data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) -> tuple[Edges, int]:
+@dataclass(frozen=True)
+class Dependences:
+    """Edges through one memory; its hubs are numbered up to `next_hub`.
+
+    `clash` are two segments that write the same cell at the same point of the kernel's
+    order, if there are any: then nothing says who comes first.
+    """
+
+    edges: Edges
+    next_hub: int
+    clash: tuple[int, int] | None
+
+
+def data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) -> Dependences:
     """Dependences through one memory, in the order in which the kernel declares its tasks."""
     uses = _cell_uses(regions, segments, boxes)
     # A phase is a run of reads of one cell by one task, or of writes by one grid position of it.
@@ -49,7 +62,15 @@ def data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) -
             name, (source_phase[chosen], target_phase[chosen]), (phase, uses.node), first
         )
         parts += [parts_into, parts_out]
-    return (Edges.join(parts) if parts else Edges.of("raw", *(np.empty(0, dtype=np.int64),) * 2)), first
+    edges = Edges.join(parts) if parts else Edges.of("raw", *(np.empty(0, dtype=np.int64),) * 2)
+    return Dependences(edges, first, _clash(segments.tile[uses.node], phase, uses))
+
+
+def _clash(tile: IntArray, phase: IntArray, uses: _Uses) -> tuple[int, int] | None:
+    """Two tiles in one phase of writes."""
+    both = uses.is_write[1:] & (phase[1:] == phase[:-1]) & (tile[1:] != tile[:-1])
+    found = np.flatnonzero(both)
+    return (int(uses.node[found[0]]), int(uses.node[found[0] + 1])) if len(found) else None
 
 
 def _expand_links(

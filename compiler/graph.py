@@ -31,7 +31,9 @@ class Graph:
     num_nodes: int
     edges: Edges
     first_hub: Mapping[str, int]
-    """First hub of each written memory; hubs of a memory are numbered in a row."""
+    """First hub of each memory with dependences; hubs of a memory are numbered in a row."""
+    clashes: Mapping[str, tuple[int, int]]
+    """For a memory, two segments that write the same cell with nothing in the kernel to say who comes first."""
 
     @property
     def num_segments(self) -> int:
@@ -108,13 +110,16 @@ def build_graph(regions: Regions) -> Graph:
     sync, count = _hub_edges(hubs, count)
     parts.append(sync)
     first_hub: dict[str, int] = {}
+    clashes: dict[str, tuple[int, int]] = {}
     for name, boxes in written(regions.boxes):
-        data, following = data_edges(regions, segments, boxes, count)
-        if following > count:
+        data = data_edges(regions, segments, boxes, count)
+        if data.next_hub > count:
             first_hub[name] = count
-        parts.append(data)
-        count = following
-    return Graph(regions, segments, count, Edges.join(parts), first_hub)
+        if data.clash is not None:
+            clashes[name] = data.clash
+        parts.append(data.edges)
+        count = data.next_hub
+    return Graph(regions, segments, count, Edges.join(parts), first_hub, clashes)
 
 
 def _body_edges(segments: Segments) -> Edges:

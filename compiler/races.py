@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import breadth_first_order
 
 from tileweave.compiler.edges import DATA_KINDS, EDGE_KINDS, Edges
 from tileweave.compiler.graph import Graph
-from tileweave.errors import RaceError
+from tileweave.errors import RaceError, SourceLocation
 from tileweave.primitives.expr import IntArray
 
 _WORDS = {"raw": ("writes", "reads"), "war": ("reads", "writes"), "waw": ("writes", "writes")}
@@ -31,6 +31,13 @@ def check_ordered(graph: Graph) -> None:
     Raises:
         RaceError: with the two tiles, the memory and the user's line.
     """
+    for name, (one, other) in graph.clashes.items():
+        raise RaceError(
+            f"{graph.describe(one)} and {graph.describe(other)} both write the same elements of '{name}' at the same "
+            "point of the kernel's order, so the result depends on timing: give each its own place, or order them by a "
+            "signal",
+            _access_location(graph, name, other),
+        )
     data = graph.edges.of_kinds(DATA_KINDS)
     if not len(data.source):
         return
@@ -115,10 +122,14 @@ def _refuse(graph: Graph, source: int, target: int, hub: int) -> None:
     edge = int(np.flatnonzero((graph.edges.source == hub) & (graph.edges.target == target))[0])
     first, second = _WORDS[EDGE_KINDS[int(graph.edges.kind[edge])]]
     name = graph.memory_of(hub)
-    boxes = graph.regions.boxes[name]
-    touching = boxes.op[graph.segments.of(boxes.tile, boxes.step) == target]
     raise RaceError(
         f"{graph.describe(source)} {first} '{name}' and {graph.describe(target)} {second} the same elements after it, "
         "but no signal orders them: add tw.signal behind the first access and tw.wait before the second",
-        graph.regions.ops[int(touching[0])].location,
+        _access_location(graph, name, target),
     )
+
+
+def _access_location(graph: Graph, name: str, node: int) -> SourceLocation | None:
+    """The line at which a segment first touches a memory."""
+    boxes = graph.regions.boxes[name]
+    return graph.regions.ops[int(boxes.op[graph.segments.of(boxes.tile, boxes.step) == node][0])].location

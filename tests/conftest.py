@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Before anybody imports torch: with the tests' own processes on every core, OpenMP threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -253,3 +253,34 @@ def test_race(synchronised: str) -> None:
         "write[m=0] on rank 0 writes 'box' and read[m=0] on rank 1 reads the same elements after it, but no signal "
         "orders them: add tw.signal behind the first access and tw.wait before the second"
     )
+
+
+def test_two_ranks_write_the_same_place() -> None:
+    @tw.kernel
+    def clash(x: tw.Tensor) -> None:
+        box = tw.symmetric("box", (8,))
+
+        @tw.task()
+        def push() -> None:
+            tw.remote_store(box, tw.ds(0, 8), tw.load(x, (0, tw.ds(0, 8))), 0)
+
+    with pytest.raises(RaceError) as caught:
+        tw.compile(clash, X, world_size=2).check([{"x": (2, 8)}] * 2)
+    assert message(caught.value) == (
+        "push[] on rank 0 and push[] on rank 1 both write the same elements of 'box' at the same point of the kernel's "
+        "order, so the result depends on timing: give each its own place, or order them by a signal"
+    )
+
+
+def test_two_tiles_write_the_same_place() -> None:
+    def body(x: tw.Tensor, table: tw.Table) -> None:
+        @tw.task(grid={"m": 3})
+        def copy(m: Expr) -> None:
+            tw.store(x, (3, tw.ds(0, 8)), tw.load(x, (m, tw.ds(0, 8))))
+
+    with pytest.raises(RaceError) as caught:
+        check(body)
+    assert message(caught.value) == (
+        "copy[m=0] on rank 0 writes 'x' and copy[m=1] on rank 0 writes the same elements after it, but no signal "
+        "orders them: add tw.signal behind the first access and tw.wait before the second"
+    )

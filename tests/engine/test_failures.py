@@ -241,7 +241,7 @@ def test_arguments_of_a_launch() -> None:
     texts = [
         "argument 'send' needs dtype int32, got int64",
         "argument 'out' needs shape [2, 4], got [2, 5]: dimension 1 is 5, expected 4",
-        "argument 'out' is not contiguous; pass out.contiguous()",
+        "argument 'out' is not contiguous; allocate it contiguous, since the kernel writes it",
         "argument 'out' needs a torch tensor or NumPy array, got list",
         "kernel 'handshake' takes 2 arguments (send, out), got 1; plain values were fixed when it was compiled",
     ]
