@@ -145,11 +145,11 @@ TW_DOT_INLINE tw_v8_ tw_dot_tree_(const tw_v8_ x[4]) {
            __builtin_shufflevector(s01, s23, 2, 3, 10, 11, 6, 7, 14, 15);
 }
 
-TW_DOT_INLINE void tw_dot_add_(float *c, tw_v4_ sum, int cols) {
-    if (cols == 4) {
+TW_DOT_INLINE void tw_dot_add_(float *c, tw_v4_ sum, int cols, int64_t apart) {
+    if (cols == 4 && apart == 1) {
         *(tw_v4u_ *)c += sum;
     } else {
-        for (int j = 0; j < cols; j++) c[j] += sum[j];
+        for (int j = 0; j < cols; j++) c[j * apart] += sum[j];
     }
 }
 
@@ -164,7 +164,7 @@ typedef struct {
  * 3 x 4: twelve accumulators cover the latency of two FMA pipes, 7 loads feed 12 multiplications.
  */
 TW_DOT_INLINE void tw_dot_block_(int rows, int bf16, int fetch, int64_t kc, const float *a, const void *const b[4],
-                                 int cols, float *c, int64_t ldc, const tw_dot_ahead_ *ahead) {
+                                 int cols, float *c, int64_t ldc, int64_t apart, const tw_dot_ahead_ *ahead) {
     const int64_t size = bf16 ? 2 : 4;
     const char *const bj[4] = {b[0], b[1], b[2], b[3]};
     const char *p0 = ahead->col[0], *p1 = ahead->col[1], *p2 = ahead->col[2], *p3 = ahead->col[3];
@@ -212,8 +212,8 @@ TW_DOT_INLINE void tw_dot_block_(int rows, int bf16, int fetch, int64_t kc, cons
         tw_v8_ u = q == r ? t : tw_dot_tree_(acc[q]);
         tw_v8_ sum = __builtin_shufflevector(t, u, 0, 2, 8, 10, 4, 6, 12, 14) +
                      __builtin_shufflevector(t, u, 1, 3, 9, 11, 5, 7, 13, 15); /* {t0 t2 u0 u2 | t1 t3 u1 u3} */
-        tw_dot_add_(c + r * ldc, __builtin_shufflevector(sum, sum, 0, 4, 1, 5), cols);
-        if (q != r) tw_dot_add_(c + q * ldc, __builtin_shufflevector(sum, sum, 2, 6, 3, 7), cols);
+        tw_dot_add_(c + r * ldc, __builtin_shufflevector(sum, sum, 0, 4, 1, 5), cols, apart);
+        if (q != r) tw_dot_add_(c + q * ldc, __builtin_shufflevector(sum, sum, 2, 6, 3, 7), cols, apart);
     }
 }
 
@@ -278,7 +278,7 @@ TW_DOT_OUTLINE void tw_dot_pack_(tw_operand x, int64_t row, int64_t rows, int64_
 
 /* All packed rows of A against four columns of B, one chunk. */
 TW_DOT_OUTLINE void tw_dot_column_(int64_t m, int64_t kc, const float *a, const void *const b[4], int bf16, int cols,
-                                   float *c, int64_t ldc, tw_dot_ahead_ ahead) {
+                                   float *c, int64_t ldc, int64_t apart, tw_dot_ahead_ ahead) {
     const int few = m <= 24; /* few rows wait for memory and fetch evenly in the loop; many fetch between blocks */
     const int64_t even = ahead.step * (kc / TW_DOT_STEP), share = few ? even : (even + 63) & -64;
     for (int64_t i = 0; i < m;) {
@@ -286,31 +286,33 @@ TW_DOT_OUTLINE void tw_dot_column_(int64_t m, int64_t kc, const float *a, const 
         const float *ai = a + i * kc;
         float *ci = c + i * ldc;
         if (bf16) {
-            if (rows == 3) tw_dot_block_(3, 1, 1, kc, ai, b, cols, ci, ldc, &ahead);
-            else if (rows == 2) tw_dot_block_(2, 1, 1, kc, ai, b, cols, ci, ldc, &ahead);
-            else tw_dot_block_(1, 1, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            if (rows == 3) tw_dot_block_(3, 1, 1, kc, ai, b, cols, ci, ldc, apart, &ahead);
+            else if (rows == 2) tw_dot_block_(2, 1, 1, kc, ai, b, cols, ci, ldc, apart, &ahead);
+            else tw_dot_block_(1, 1, 1, kc, ai, b, cols, ci, ldc, apart, &ahead);
         } else if (few) {
-            if (rows == 3) tw_dot_block_(3, 0, 1, kc, ai, b, cols, ci, ldc, &ahead);
-            else if (rows == 2) tw_dot_block_(2, 0, 1, kc, ai, b, cols, ci, ldc, &ahead);
-            else tw_dot_block_(1, 0, 1, kc, ai, b, cols, ci, ldc, &ahead);
+            if (rows == 3) tw_dot_block_(3, 0, 1, kc, ai, b, cols, ci, ldc, apart, &ahead);
+            else if (rows == 2) tw_dot_block_(2, 0, 1, kc, ai, b, cols, ci, ldc, apart, &ahead);
+            else tw_dot_block_(1, 0, 1, kc, ai, b, cols, ci, ldc, apart, &ahead);
         } else {
             for (int q = 0; q < 4; q++)
                 for (int64_t at = 0; at < share; at += 64) __builtin_prefetch(ahead.col[q] + at);
-            if (rows == 3) tw_dot_block_(3, 0, 0, kc, ai, b, cols, ci, ldc, &ahead);
-            else tw_dot_block_(2, 0, 0, kc, ai, b, cols, ci, ldc, &ahead);
+            if (rows == 3) tw_dot_block_(3, 0, 0, kc, ai, b, cols, ci, ldc, apart, &ahead);
+            else tw_dot_block_(2, 0, 0, kc, ai, b, cols, ci, ldc, apart, &ahead);
         }
         for (int q = 0; q < 4; q++) ahead.col[q] += share;
         i += rows;
     }
 }
 
-/* Packed rows of A (m of them, one chunk) against columns [j0, j0+n) of B; n <= 4, or <= TW_DOT_NB if B is k_major. */
+/* Packed rows of A (m of them, one chunk) against columns [j0, j0+n) of B; n <= 4, or <= TW_DOT_NB if B is k_major.
+   With `apart` > 1 the columns are instead the four from j0/4 on that lie `apart` from each other. */
 TW_DOT_INLINE void tw_dot_columns_(int64_t m, int64_t N, int64_t j0, int64_t n, int64_t k, int64_t kc, const float *a,
-                                   tw_operand b, float *c, int64_t ldc, float *bpack) {
+                                   tw_operand b, int64_t apart, float *c, int64_t ldc, float *bpack) {
     const int bf16 = b.dtype == TW_BF16;
     const int64_t size = bf16 ? 2 : 4, padded = tw_dot_padded_(kc);
     /* Read in place where rows of B are vectors as they lie; bf16 is worth converting once many rows use it. */
     const int direct = !b.k_major && kc == padded && !(bf16 && m > 8);
+    const int64_t first = apart > 1 ? j0 / 4 : j0;
     if (!direct) tw_dot_pack_(b, j0, n, k, kc, bpack, TW_DOT_BLD, 8);
     for (int64_t j = 0; j < n; j += 4) {
         const int cols = n - j < 4 ? (int)(n - j) : 4;
@@ -318,13 +320,14 @@ TW_DOT_INLINE void tw_dot_columns_(int64_t m, int64_t N, int64_t j0, int64_t n, 
         tw_dot_ahead_ ahead;
         ahead.step = b.k_major ? 0 : TW_DOT_STEP * size / ((m + 2) / 3); /* one chunk over all blocks of rows */
         for (int q = 0; q < 4; q++) {
-            const int64_t jq = j + (q < cols ? q : cols - 1); /* columns past the edge: the last again, never added */
-            const int64_t ja = j0 + n + q < N ? j0 + n + q : N - 1;
-            col[q] = direct ? (const char *)b.data + ((j0 + jq) * b.ld + k) * size
+            const int64_t jq = j + (q < cols ? q : cols - 1) * apart; /* columns past the edge: the last again, never added */
+            const int64_t next = apart > 1 ? first + q * apart + (first + 1 < apart) : first + n + q;
+            const int64_t ja = next < N ? next : N - 1;
+            col[q] = direct ? (const char *)b.data + ((first + jq) * b.ld + k) * size
                             : (const char *)(bpack + jq * TW_DOT_BLD);
             ahead.col[q] = b.k_major ? (const char *)col[q] : (const char *)b.data + (ja * b.ld + k) * size;
         }
-        tw_dot_column_(m, padded, a, col, bf16 && direct, cols, c + j, ldc, ahead);
+        tw_dot_column_(m, padded, a, col, bf16 && direct, cols, c + first + j, ldc, apart, ahead);
     }
 }
 
@@ -336,6 +339,10 @@ static __attribute__((unused)) void tw_dot(int64_t M, int64_t N, int64_t K, tw_o
     const int64_t parts = (M + TW_DOT_MB - 1) / TW_DOT_MB, mb = (M + parts - 1) / parts; /* even parts of the rows */
     const int64_t kb = TW_DOT_APACK / (mb * TW_DOT_KC) * TW_DOT_KC; /* as many chunks as fit: few rows go on along k */
     const int64_t nb = b.k_major ? TW_DOT_NB : 4;
+    /* Few rows wait for memory, which is fetched ahead best along long streams: their four columns lie a quarter of N
+       apart, so that each is a stream of its own, where neighbours of few values of k would be short ones. */
+    const int streams = M <= (b.dtype == TW_BF16 ? 8 : 12) && !b.k_major && N % 4 == 0 && K % TW_DOT_STEP == 0;
+    const int64_t apart = streams ? N / 4 : 1;
     for (int64_t k0 = 0; k0 < K; k0 += kb) {
         const int64_t kend = k0 + kb < K ? k0 + kb : K;
         for (int64_t i0 = 0; i0 < M; i0 += mb) {
@@ -351,7 +358,7 @@ static __attribute__((unused)) void tw_dot(int64_t M, int64_t N, int64_t K, tw_o
                 const int64_t n = j0 + nb < N ? nb : N - j0;
                 for (int64_t k = k0; k < kend; k += TW_DOT_KC) {
                     const int64_t kc = k + TW_DOT_KC < kend ? TW_DOT_KC : kend - k;
-                    tw_dot_columns_(m, N, j0, n, k, kc, apack + (k - k0) * m, b, c + i0 * ldc + j0, ldc, bpack);
+                    tw_dot_columns_(m, N, j0, n, k, kc, apack + (k - k0) * m, b, apart, c + i0 * ldc, ldc, bpack);
                 }
             }
         }
