@@ -19,7 +19,7 @@ from tileweave.codegen.trace import TraceEvent
 from tileweave.compiler.config import Config
 from tileweave.compiler.graph import Graph
 from tileweave.compiler.passes import Analysis, analyse, compile_program
-from tileweave.compiler.printer import print_program
+from tileweave.compiler.printer import print_program, program_key
 from tileweave.compiler.program import Program
 from tileweave.compiler.regions import Routing, check_shape
 from tileweave.compiler.schedule import Queues, Schedule
@@ -102,15 +102,19 @@ class CompiledKernel:
     def run(self, args: tuple[object, ...], group: Group | None = None, *, trace: bool = False) -> list[TraceEvent]:
         """As calling, on `group`; with `trace=True` returns what each worker of this rank did and when."""
         executable = self.load(group or current_group())
+        error: ArgumentError | None = None
+        launch = Launch((), ())
         try:
             launch = self._bind(args, trace)
-        except ArgumentError as error:
+        except ArgumentError as problem:
+            error = problem
+        if knobs.debug.get():
+            self._check_launch(args, error, executable.group)
+        if error is not None:
             # The peers must hear of it, or they would wait for this rank.
             with suppress(PeerError):
                 executable.launch(Launch((), (), refusal=str(error)))
-            raise
-        if knobs.debug.get():
-            self._check_launch(args, executable.group)
+            raise error
         return executable.launch(launch)
 
     def load(self, group: Group) -> Executable:
@@ -142,7 +146,7 @@ class CompiledKernel:
     @cached_property
     def identity(self) -> tuple[str, str]:
         """Equal on ranks that compiled the same thing."""
-        return self.program.key, repr(self.plan)
+        return program_key(self.program), repr(self.plan)
 
     def _bind(self, args: tuple[object, ...], trace: bool) -> Launch:
         dims: dict[str, int] = {}
@@ -175,13 +179,17 @@ class CompiledKernel:
         ops = (op for task in self.program.tasks for op in walk(task.body))
         return frozenset(a.memory.name for op in ops for a in accesses(op) if a.kind == "write")
 
-    def _check_launch(self, args: tuple[object, ...], group: Group) -> None:
-        """With TILEWEAVE_DEBUG=1: prove this very launch, on every rank."""
-        shapes = {
-            name: np.asarray(array) if isinstance(self.program.by_name[name], Table) else tuple(array.shape)
-            for name, array in self._named(args).items()
-        }
-        self.check(group.all_gather_object(shapes))
+    def _check_launch(self, args: tuple[object, ...], error: ArgumentError | None, group: Group) -> None:
+        """With TILEWEAVE_DEBUG=1: prove this very launch, on every rank, unless one refuses it anyway."""
+        shapes = None
+        if error is None:
+            shapes = {
+                name: np.asarray(array) if isinstance(self.program.by_name[name], Table) else tuple(array.shape)
+                for name, array in self._named(args).items()
+            }
+        every = group.all_gather_object(shapes)
+        if None not in every:
+            self.check(every)
 
 
 def check_array(memory: Memory, array: Any, *, written: bool) -> None:

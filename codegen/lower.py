@@ -26,6 +26,7 @@ from tileweave.primitives.ops import (
     Load,
     Op,
     Reduce,
+    SignalOp,
     Store,
     Task,
     Transpose,
@@ -41,7 +42,8 @@ from tileweave.primitives.ops import walk as walk_ops
 
 MAX_GRID_DIMS = 4
 PURE = (Load, Elementwise, Cast, Expand, Transpose)
-CLOBBERS = (Store, Copy, WaitOp, Fence)
+# What was loaded before one of these is read before it: a peer that is told so may overwrite it.
+CLOBBERS = (Store, Copy, SignalOp, WaitOp, Fence)
 
 
 @dataclass(frozen=True)

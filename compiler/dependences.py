@@ -52,9 +52,8 @@ def data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) -
     phase = np.cumsum(starts) - 1
     phase_cell, phase_write = uses.cell[starts], uses.is_write[starts]
     source_phase, target_phase, kind = _phase_links(phase_cell, phase_write)
-    hub_of = {name: k for k, name in enumerate(DATA_KINDS)}
     parts: list[Edges] = []
-    for name, k in hub_of.items():
+    for k, name in enumerate(DATA_KINDS):
         chosen = kind == k
         if not chosen.any():
             continue

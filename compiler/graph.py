@@ -132,8 +132,8 @@ def _hub_edges(hubs: Sequence[Hub], first: int) -> tuple[Edges, int]:
     targets = [h.waits for h in hubs]
     numbers = np.arange(first, first + len(hubs), dtype=np.int64)
     empty = np.empty(0, dtype=np.int64)
-    into = Edges.of("sync", np.concatenate([empty, *sources]), np.repeat(numbers, [len(s) for s in sources] or []))
-    out = Edges.of("sync", np.repeat(numbers, [len(t) for t in targets] or []), np.concatenate([empty, *targets]))
+    into = Edges.of("sync", np.concatenate([empty, *sources]), np.repeat(numbers, [len(s) for s in sources]))
+    out = Edges.of("sync", np.repeat(numbers, [len(t) for t in targets]), np.concatenate([empty, *targets]))
     return Edges.join([into, out]), first + len(hubs)
 
 

@@ -42,14 +42,16 @@ class _Counter:
 def match(regions: Regions, segments: Segments, body: tuple[IntArray, IntArray]) -> list[Hub]:
     """The hubs of all counters.
 
+    Counters whose waits all expect the sum of all signals are done at once.  The others are
+    taken in order of declaration, and know of those before them only.
+
     Raises:
         SignalMismatchError: a wait's target is not met exactly.
     """
     hubs: list[Hub] = []
     phased: list[_Counter] = []
     for counter in _counters(regions, segments):
-        if len(np.unique(counter.target)) == 1:
-            _require(regions, segments, counter, int(counter.target[0]), int(counter.amount.sum()))
+        if (counter.target == counter.amount.sum()).all():
             hubs.append(Hub(counter.signal_node, counter.wait_node))
         else:
             phased.append(counter)

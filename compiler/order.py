@@ -14,12 +14,12 @@ from tileweave.compiler.bounds import upper_bound
 from tileweave.compiler.cost import task_cost
 from tileweave.compiler.program import Program
 from tileweave.errors import ConfigError
-from tileweave.primitives.expr import Const, Expr, Index, LoopIndex, Rank, as_expr, walk
+from tileweave.primitives.expr import Const, Expr, Index, LoopIndex, Rank, walk
 from tileweave.primitives.ops import Access, SignalOp, Task, WaitOp, accesses
 from tileweave.primitives.ops import walk as walk_ops
 
 Key: TypeAlias = tuple[Expr, ...]
-LAST = Const(1 << 40)
+_MOST_NS = 1 << 40
 
 
 def program_order(program: Program) -> tuple[Key, ...]:
@@ -30,15 +30,16 @@ def program_order(program: Program) -> tuple[Key, ...]:
 def expert_ascending(program: Program) -> tuple[Key, ...]:
     """All tasks of expert 0, then all of expert 1, …: a consumer follows its producer closely.
 
-    The expert of a tile is its grid dimension named `expert`.  Tasks without one run
-    before the experts if they are declared before all tasks that have one, else after.
+    The expert of a tile is its grid dimension named `expert`.  A task without one stands
+    between what is declared before it and after it.
     """
-    with_expert = [n for n, task in enumerate(program.tasks) if "expert" in task.dims]
-    first = min(with_expert, default=0)
+    phase = 0
     keys: list[Key] = []
     for number, task in enumerate(program.tasks):
-        outside: Expr = Const(-1) if number < first else LAST
-        keys.append((Index("expert") if "expert" in task.dims else outside, Const(number)))
+        has_expert = "expert" in task.dims
+        # What comes after a task without experts must not run before it.
+        phase += not has_expert
+        keys.append((Const(phase), Index("expert") if has_expert else Const(-1), Const(number)))
     return _padded(program, keys)
 
 
@@ -119,8 +120,8 @@ def task_tails(program: Program) -> list[int]:
 
 
 def _full_cost_ns(task: Task) -> int:
-    """An upper bound of `tile_cost_ns`, with every extent at its static size, but no more than `LAST`."""
-    return min(upper_bound(tile_cost_ns(task)), LAST.value)
+    """An upper bound of `tile_cost_ns`, with every extent at its static size, but no more than `_MOST_NS`."""
+    return min(upper_bound(tile_cost_ns(task)), _MOST_NS)
 
 
 def _feeds(producer: Task, consumer: Task) -> bool:
@@ -147,6 +148,6 @@ def _peer_of(task: Task) -> Expr | None:
 
 def _padded(program: Program, keys: list[Key]) -> tuple[Key, ...]:
     """Append the grid indices, row-major, and pad all keys to one length."""
-    whole = [(*key, *(as_expr(Index(d)) for d in task.dims)) for key, task in zip(keys, program.tasks, strict=True)]
+    whole = [(*key, *(Index(d) for d in task.dims)) for key, task in zip(keys, program.tasks, strict=True)]
     longest = max(map(len, whole))
     return tuple((*key, *(Const(0),) * (longest - len(key))) for key in whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,8 +49,14 @@ def _place(name: str, index: Index | tuple[Expr, ...], peer: Peer) -> str:
     return f"{name}[{', '.join(_item(i) for i in index)}]{where}"
 
 
+def _number(value: float) -> str:
+    """The shortest text that reads back as the same number, since the printed form is hashed."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
 def _elementwise(op: Elementwise) -> str:
-    operands = [str(o) if isinstance(o, Value) else f"{o:g}" for o in op.operands]
+    operands = [str(o) if isinstance(o, Value) else _number(o) for o in op.operands]
     infix = FUNCTIONS[op.function].infix
     text = f" {infix} ".join(operands) if infix else f"{op.function}({', '.join(operands)})"
     return f"{op.result}: {op.result.type_text} = {text}"
@@ -62,7 +69,7 @@ PRINTED: dict[type[Op], Callable[..., str]] = {
         f"copy {_place(o.target.name, o.target_index, o.target_peer)} = "
         f"{_place(o.source.name, o.source_index, o.source_peer)}"
     ),
-    Fill: lambda o: f"{o.result}: {o.result.type_text} = fill {o.value:g}",
+    Fill: lambda o: f"{o.result}: {o.result.type_text} = fill {_number(o.value)}",
     Dot: lambda o: f"{o.accumulator} += dot({o.a}, {o.b})",
     Elementwise: _elementwise,
     Cast: lambda o: f"{o.result}: {o.result.type_text} = cast {o.value}",
@@ -110,3 +117,8 @@ def print_program(program: Program, *, locations: bool = True) -> str:
     lines += [f"  {memory}" for memory in program.memories]
     lines += [print_task(task, locations=locations) for task in program.tasks]
     return "\n".join(lines) + "\n"
+
+
+def program_key(program: Program) -> str:
+    """A hash of everything that the program means: of its printed form without source locations."""
+    return hashlib.sha256(print_program(program, locations=False).encode()).hexdigest()

@@ -1,8 +1,7 @@
-"""A traced kernel: frozen, printable, hashable by its printed form."""
+"""A traced kernel: frozen and printable."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,14 +52,3 @@ class Program:
         """Dynamic dimensions, in order of first use; each is the size of some argument."""
         names = (e.name for m in self.memories for d in m.dims for e in walk(d) if isinstance(e, Dim))
         return tuple(dict.fromkeys(names))
-
-    def task_index(self, name: str) -> int:
-        """Position of the task called `name`."""
-        return [t.name for t in self.tasks].index(name)
-
-    @cached_property
-    def key(self) -> str:
-        """A hash of everything that the program means; source locations do not count."""
-        from tileweave.compiler.printer import print_program
-
-        return hashlib.sha256(print_program(self, locations=False).encode()).hexdigest()

@@ -16,8 +16,10 @@ from scipy.sparse.csgraph import breadth_first_order
 
 from tileweave.compiler.edges import DATA_KINDS, EDGE_KINDS, Edges
 from tileweave.compiler.graph import Graph
+from tileweave.compiler.regions import ragged_arange
 from tileweave.errors import RaceError, SourceLocation
 from tileweave.primitives.expr import IntArray
+from tileweave.primitives.ops import Op, Order, Scope, SignalOp, WaitOp
 
 _WORDS = {"raw": ("writes", "reads"), "war": ("reads", "writes"), "waw": ("writes", "writes")}
 
@@ -31,6 +33,8 @@ def check_ordered(graph: Graph) -> None:
     Raises:
         RaceError: with the two tiles, the memory and the user's line.
     """
+    for op in graph.regions.ops:
+        _check_strength(op)
     for name, (one, other) in graph.clashes.items():
         raise RaceError(
             f"{graph.describe(one)} and {graph.describe(other)} both write the same elements of '{name}' at the same "
@@ -45,6 +49,18 @@ def check_ordered(graph: Graph) -> None:
     open_links = np.flatnonzero(~_ordered_by_one_counter(graph, links))
     if len(open_links):
         _search_chains(graph, links, open_links)
+
+
+def _check_strength(op: Op) -> None:
+    """A signal or wait that is too weak to order accesses.  Fences are not taken into account yet."""
+    if not isinstance(op, (SignalOp, WaitOp)):
+        return
+    if op.order is Order.RELAXED:
+        raise RaceError(
+            "a relaxed signal or wait orders nothing; leave out `order`, or give RELEASE or ACQUIRE", op.location
+        )
+    if isinstance(op, SignalOp) and op.peer is not None and op.scope is Scope.GPU:
+        raise RaceError("a signal to a peer needs Scope.SYSTEM; Scope.GPU reaches this rank only", op.location)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ def _spread(graph: Graph, node: IntArray, counter: IntArray, *, later: bool) -> 
     edge = np.searchsorted(tile, tile[node], side="right") - 1 if later else np.searchsorted(tile, tile[node])
     low, high = (node, edge) if later else (edge, node)
     counts = high - low + 1
-    offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = ragged_arange(counts)
     pairs = np.unique((np.repeat(low, counts) + offset) * graph.num_nodes + np.repeat(counter, counts))
     return pairs // graph.num_nodes, pairs % graph.num_nodes
 
@@ -97,7 +113,7 @@ def _join(label: IntArray, key: IntArray, pairs: tuple[IntArray, IntArray]) -> t
     keys, values = pairs
     low, high = np.searchsorted(keys, key), np.searchsorted(keys, key, side="right")
     counts = high - low
-    offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = ragged_arange(counts)
     return np.repeat(label, counts), values[np.repeat(low, counts) + offset]
 
 

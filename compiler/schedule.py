@@ -18,7 +18,7 @@ from scipy.sparse.csgraph import connected_components
 from tileweave.compiler.config import Config, QueueKind
 from tileweave.compiler.edges import EDGE_KINDS, Edges
 from tileweave.compiler.graph import Graph
-from tileweave.compiler.order import LAST, Key, keys_of
+from tileweave.compiler.order import Key, keys_of
 from tileweave.compiler.program import Program
 from tileweave.compiler.regions import Regions
 from tileweave.errors import DeadlockError, SourceLocation
@@ -249,7 +249,7 @@ def print_schedule(schedule: Schedule, program: Program) -> str:
         for lane in schedule.lanes
     ]
     for task, key in zip(program.tasks, schedule.keys, strict=True):
-        lines.append(f"  key {task.name}: ({', '.join('last' if k == LAST else str(k) for k in key)})")
+        lines.append(f"  key {task.name}: ({', '.join(map(str, key))})")
     return "\n".join(lines) + "\n"
 
 

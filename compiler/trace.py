@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tileweave.compiler.program import Program
-from tileweave.errors import ConfigError, SourceLocation, TraceError
+from tileweave.errors import ArgumentError, ConfigError, SourceLocation, TraceError
 from tileweave.primitives.memory import Memory, Table, Tensor
 from tileweave.primitives.recorder import Recorder, recording
 
@@ -118,6 +118,12 @@ def flatten(names: tuple[str, ...], specs: tuple[object, ...], args: tuple[objec
             yield name, arg
         elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
             fields = tuple(f.name for f in dataclasses.fields(spec))
+            missing = [f for f in fields if not hasattr(arg, f)]
+            if missing:
+                raise ArgumentError(
+                    f"argument '{name}' needs the fields of {type(spec).__name__} ({', '.join(fields)}), but the "
+                    f"{type(arg).__name__} given has no '{missing[0]}'"
+                )
             yield from flatten(
                 tuple(f"{name}.{f}" for f in fields),
                 tuple(getattr(spec, f) for f in fields),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tileweave.compiler.program import Program
 from tileweave.errors import SourceLocation, VerifyError
 from tileweave.primitives import expr
 from tileweave.primitives.expr import Const, Dim, Expr, Index, LoopIndex, TableRead
-from tileweave.primitives.memory import Rows, Slice, Tensor
+from tileweave.primitives.memory import Rows, Slice, Symmetric
 from tileweave.primitives.ops import For, Op, Order, SignalOp, Task, WaitOp, When, accesses, walk
 
 
@@ -30,6 +30,14 @@ def has_tasks(program: Program) -> None:
     for task in program.tasks:
         if not task.body:
             raise VerifyError(f"task '{task.name}' records no op", task.location)
+
+
+def names_are_plain(program: Program) -> None:
+    """Names of memories, dimensions and grid indices are identifiers, and stay apart when dots become underscores."""
+    named = [("memory", m.name) for m in program.memories] + [("dynamic dimension", d) for d in program.dims]
+    for task in program.tasks:
+        _check_names([*named, *(("grid dimension", d) for d in task.dims)], task.location)
+    _check_names(named, program.location)
 
 
 def dims_are_bound(program: Program) -> None:
@@ -89,18 +97,30 @@ def peers_have_symmetric_memory(program: Program) -> None:
     for task in program.tasks:
         for op in walk(task.body):
             for access in accesses(op):
-                if access.peer is not None and isinstance(access.memory, Tensor):
+                if access.peer is not None and not isinstance(access.memory, Symmetric):
                     raise VerifyError(f"'{access.memory.name}' is not symmetric and has no peers", op.location)
 
 
 RULES: tuple[Callable[[Program], None], ...] = (
     has_tasks,
+    names_are_plain,
     dims_are_bound,
     symmetric_shapes_are_static,
     symbols_are_in_scope,
     orders_make_sense,
     peers_have_symmetric_memory,
 )
+
+
+def _check_names(named: Sequence[tuple[str, str]], location: SourceLocation | None) -> None:
+    seen: dict[str, str] = {}
+    for what, name in named:
+        if not name.isascii() or not all(part.isidentifier() for part in name.split(".")):
+            raise VerifyError(f"{what} {name!r} needs a name of letters, digits and underscores", location)
+        plain = name.replace(".", "_")
+        if plain in seen:
+            raise VerifyError(f"{what} '{name}' and {seen[plain]} have the same name in generated code", location)
+        seen[plain] = f"{what} '{name}'"
 
 
 def _check_body(body: tuple[Op, ...], known: set[Expr], task: Task) -> None:

@@ -50,7 +50,6 @@ OPERATORS: Mapping[str, Operator] = {
     "and": Operator("&", 2, np.logical_and),
     "or": Operator("|", 1, np.logical_or),
 }
-_ATOM = 10
 
 
 class Expr:
@@ -106,6 +105,22 @@ class Expr:
     def __or__(self, other: ScalarLike) -> Expr:
         return binary("or", self, other)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether two expressions are the same tree; comparing with a number is refused, as it is always False."""
+        if isinstance(other, (int, np.integer)):
+            raise TraceError(
+                f"`{self} == {other}` is known only at run time, so Python cannot compare it; "
+                f"use ({self}).equals({other}) as a recorded condition",
+                caller_location(),
+            )
+        return type(self) is type(other) and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._fields()))
+
+    def _fields(self) -> tuple[object, ...]:
+        return tuple(getattr(self, name) for name in getattr(self, "__dataclass_fields__", ()))
+
     def equals(self, other: ScalarLike) -> Expr:
         """`self == other` as a recorded condition; `==` itself compares the trees."""
         return binary("eq", self, other)
@@ -137,13 +152,21 @@ class Expr:
 ScalarLike: TypeAlias = Expr | int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Const(Expr):
     """A number known when the kernel is traced."""
 
     value: int
 
     __str__ = Expr.__str__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Expr):
+            return isinstance(other, Const) and self.value == other.value
+        return self.value == other
+
+    def __hash__(self) -> int:
+        return hash(self.value)
 
     def __bool__(self) -> bool:
         return self.value != 0
@@ -152,7 +175,7 @@ class Const(Expr):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Index(Expr):
     """A grid index of the task, by its dimension's name."""
 
@@ -161,7 +184,7 @@ class Index(Expr):
     __str__ = Expr.__str__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoopIndex(Expr):
     """The variable of a `tw.range` loop; `id` is unique within the task."""
 
@@ -170,7 +193,7 @@ class LoopIndex(Expr):
     __str__ = Expr.__str__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Dim(Expr):
     """A dynamic dimension, bound at each launch, such as `num_tokens`."""
 
@@ -179,14 +202,14 @@ class Dim(Expr):
     __str__ = Expr.__str__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rank(Expr):
     """The rank that runs the tile."""
 
     __str__ = Expr.__str__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TableRead(Expr):
     """One int32 entry of a table of the executing rank; `shape` is the table's shape."""
 
@@ -197,7 +220,7 @@ class TableRead(Expr):
     __str__ = Expr.__str__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Binary(Expr):
     """`op` of `OPERATORS` applied to two expressions."""
 

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from tileweave.errors import SourceLocation
 from tileweave.primitives.dtypes import DType
-from tileweave.primitives.expr import Const, Expr, LoopIndex, minimum, simplify
+from tileweave.primitives.expr import Const, Expr, LoopIndex, minimum
 from tileweave.primitives.memory import IndexItem, Memory, Rows, Signal
 
 Index: TypeAlias = tuple[IndexItem, ...]
@@ -45,7 +45,7 @@ class Value:
     def type_text(self) -> str:
         """`float32[<=128, 64]`, where `<=` marks a dimension that may be ragged."""
         sizes = [
-            str(size) if simplify(extent) == size else f"<={size}"
+            str(size) if extent == Const(size) else f"<={size}"
             for size, extent in zip(self.shape, self.extents, strict=True)
         ]
         return f"{self.dtype}[{', '.join(sizes)}]"

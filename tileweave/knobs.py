@@ -65,7 +65,12 @@ cc: Knob[str] = Knob("TILEWEAVE_CC", "cc", str, "C compiler command.")
 timeout_s: Knob[float] = Knob(
     "TILEWEAVE_TIMEOUT_S", 60.0, _positive_float, "Seconds a wait may last before the job stops with a HangError."
 )
-debug: Knob[bool] = Knob("TILEWEAVE_DEBUG", False, _flag, "1 runs the verifier after every pass.")
+debug: Knob[bool] = Knob(
+    "TILEWEAVE_DEBUG",
+    False,
+    _flag,
+    "1 checks the arguments of every launch on all ranks, as `CompiledKernel.check` does, before it runs.",
+)
 
 ALL: tuple[Knob[Path] | Knob[str] | Knob[float] | Knob[bool], ...] = (cache_dir, cc, timeout_s, debug)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,11 +179,6 @@ def build(lowered: Lowered) -> Path:
         BuildError: no compiler, or it refused the source.
     """
     return native.build(emit_unit(lowered), lowered.program.name, include_dirs=(INCLUDE_DIR, RUNTIME_DIR), flags=FLAGS)
-
-
-def argument_addresses(lowered: Lowered, arguments: Mapping[str, Any]) -> list[int]:
-    """Address of each argument's first element, for `Launch`."""
-    return [address_of(arguments[m.name]) for m in lowered.program.arguments]
 
 
 def address_of(array: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tileweave.codegen.c.writer import C_TYPES, Access, Loop, TaskWriter, narrow_to, refuse_int
+from tileweave.codegen.c.writer import C_TYPES, Access, Loop, TaskWriter, literal, narrow_to
 from tileweave.codegen.lower import PURE
 from tileweave.compiler.printer import print_op
 from tileweave.primitives.dtypes import bfloat16
@@ -33,9 +33,7 @@ from tileweave.primitives.ops import (
     stored_extents,
 )
 
-ORDERS = {order: f"memory_order_{order.value}" for order in (Order.RELAXED, Order.ACQUIRE, Order.RELEASE)} | {
-    Order.ACQ_REL: "memory_order_acq_rel"
-}
+ORDERS = {order: f"memory_order_{order.value}" for order in Order}
 
 
 def emit_body(writer: TaskWriter, body: tuple[Op, ...]) -> None:
@@ -78,7 +76,6 @@ def _pure(writer: TaskWriter, op: Op) -> None:
     value: Value = op.result  # type: ignore[attr-defined]
     if not writer.kept(value):
         return
-    refuse_int(op, value)
     writer.note(op)
 
     def fill(loop: Loop) -> None:
@@ -98,7 +95,7 @@ def _fill(writer: TaskWriter, op: Fill) -> None:
     writer.note(op)
 
     def fill(loop: Loop) -> None:
-        loop.inner.append(f"{_scratch_at(writer, op.result, loop.indices)} = {float(op.value)!r}f;")
+        loop.inner.append(f"{_scratch_at(writer, op.result, loop.indices)} = {literal(op.value)};")
 
     with writer.block(""):
         _emit_nest(writer, writer.task.filled[op.result.id], fill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +25,20 @@ BINARY: Mapping[str, str] = {
 }
 
 
+_TAKEN = frozenset(
+    """
+    auto break case char const continue default do double else enum extern float for goto if inline int long register
+    restrict return short signed sizeof static struct switch typedef union unsigned void volatile while asm typeof
+    rank worker launch tile lanes entry dot_scratch at inner abort memcpy memset main
+    """.split()  # noqa: SIM905  (a list of words is easier to read without quotes)
+)
+_GENERATED = re.compile(r"[a-z]\d+(_end)?|tw_.*|TW_.*|task_.*")
+
+
 def identifier(name: str) -> str:
-    """A C name for a memory, dimension or grid index."""
-    return name.replace(".", "_")
+    """A C name for a memory, dimension or grid index; `_` follows one that C or the emitted code uses itself."""
+    text = name.replace(".", "_")
+    return f"{text}_" if text in _TAKEN or _GENERATED.fullmatch(text) else text
 
 
 @dataclass(frozen=True)

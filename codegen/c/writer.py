@@ -11,7 +11,6 @@ from tileweave.codegen.c.functions import C_FUNCTIONS
 from tileweave.codegen.c.scalars import Scalars, identifier
 from tileweave.codegen.lower import Lowered, LoweredTask
 from tileweave.compiler.printer import place
-from tileweave.errors import CompileError
 from tileweave.primitives.dtypes import DType, bfloat16, float32, int32
 from tileweave.primitives.expr import Expr
 from tileweave.primitives.memory import Memory, Rows, Slice
@@ -90,7 +89,7 @@ class Loop:
     def operand(self, operand: Operand, indices: Sequence[str]) -> str:
         """Text of `operand` at `indices` of the result; size-1 axes broadcast."""
         if not isinstance(operand, Value):
-            return f"{float(operand)!r}f" if math.isfinite(operand) else _special(operand)
+            return literal(operand)
         at = tuple("0" if size == 1 else i for i, size in zip(indices, operand.shape, strict=True))
         return self.element(operand, at)
 
@@ -229,7 +228,10 @@ def _static_linear(at: Sequence[str], shape: tuple[int, ...]) -> str:
     return text or "0"
 
 
-def _special(value: float) -> str:
+def literal(value: float) -> str:
+    """A float constant."""
+    if math.isfinite(value):
+        return f"{float(value)!r}f"
     if math.isnan(value):
         return '__builtin_nanf("")'
     return "__builtin_inff()" if value > 0 else "(-__builtin_inff())"
@@ -243,9 +245,3 @@ def widen(dtype: DType, text: str) -> str:
 def narrow_to(dtype: DType, text: str) -> str:
     """A float as a stored element."""
     return f"tw_to_bf16({text})" if dtype == bfloat16 else text
-
-
-def refuse_int(op: Op, value: Value) -> None:
-    """Scratch holds floats only."""
-    if value.dtype == int32:
-        raise CompileError("int32 tiles can only be loaded and stored as they are; copy them with tw.put", op.location)

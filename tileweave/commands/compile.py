@@ -22,7 +22,7 @@ from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.commands.output import write_json
 from tileweave.compiler.config import Config
 from tileweave.compiler.passes import Analysis
-from tileweave.compiler.printer import print_program
+from tileweave.compiler.printer import print_program, program_key
 from tileweave.errors import ArgumentError, TileweaveError
 
 _HINT = "define `def cases(world_size: int) -> list[tw.Case]` in it; see examples/"
@@ -66,7 +66,7 @@ def run_compile(
         "world_size": case.world_size,
         "config": {name: getattr(kernel.config, name) for name in ("workers", "comm_workers", "order", "queue")},
         "tunables": {name: repr(value) for name, value in kernel.config.tunables.items()},
-        "program_key": kernel.program.key,
+        "program_key": program_key(kernel.program),
         "symmetric_bytes": kernel.symmetric_bytes,
         "memory": kernel.memory().splitlines(),
     }
