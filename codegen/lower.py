@@ -123,6 +123,11 @@ def lower_task(number: int, task: Task) -> LoweredTask:
     at = 0
     for value in uses.values:
         if value.id in uses.kept:
+            if not value.dtype.is_float:
+                raise CompileError(
+                    "this int32 tile is stored after something that may change its source; store it at once",
+                    uses.definitions[value.id].location,
+                )
             in_scratch[value.id] = at
             at += _padded_floats(value)
     filled = {v.id: _filled(v, uses) for v in uses.values if v.mutable}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
@@ -296,6 +297,7 @@ class Group:
 # threads that the user or torch starts, and these begin with an empty context.
 _thread_group: ContextVar[Group | None] = ContextVar("tileweave_group", default=None)
 _process_group: Group | None = None
+_creating = threading.Lock()
 
 
 def active_group() -> Group | None:
@@ -306,10 +308,11 @@ def active_group() -> Group | None:
 def current_group() -> Group:
     """The group this thread belongs to; a group of one rank, made at first use, outside any job."""
     global _process_group
-    group = active_group()
-    if group is None:
-        group = _process_group = Group(0, Control.create(1)[0], "single")
-    return group
+    with _creating:
+        group = active_group()
+        if group is None:
+            group = _process_group = Group(0, Control.create(1)[0], "single")
+        return group
 
 
 def solo_group(group: Group) -> Group:

@@ -32,7 +32,7 @@ from tileweave.primitives.ops import (
 )
 from tileweave.primitives.recorder import current
 from tileweave.primitives.source import caller_location
-from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, visible
+from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, floats, known_dtype, visible
 
 IndexLike: TypeAlias = "ScalarLike | Slice | Rows | tuple[ScalarLike | Slice | Rows, ...]"
 PeerLike: TypeAlias = "ScalarLike | Rows | None"
@@ -69,12 +69,12 @@ def task(*, grid: Mapping[str, Extent] | None = None, role: Role = "compute") ->
 
 def symmetric(name: str, shape: tuple[ScalarLike, ...], dtype: object = dtypes.float32) -> Symmetric:
     """Declare symmetric memory: the same shape on every rank, addressable by all."""
-    return current().declare(Symmetric(shape, dtype, name))
+    return current().declare(Symmetric(shape, known_dtype(dtype), name))
 
 
 def workspace(name: str, shape: tuple[ScalarLike, ...], dtype: object = dtypes.float32) -> Workspace:
     """Declare scratch memory of this rank."""
-    return current().declare(Workspace(shape, dtype, name))
+    return current().declare(Workspace(shape, known_dtype(dtype), name))
 
 
 def signals(name: str, shape: tuple[ScalarLike, ...]) -> Signal:
@@ -203,6 +203,10 @@ def _load(what: str, memory: Memory, index: IndexLike, peer: PeerLike) -> Tile:
 def _store(what: str, memory: Memory, index: IndexLike, value: Tile, peer: PeerLike) -> None:
     items = _index(what, memory, index)
     source = visible(value)
+    if source.dtype.is_float != memory.dtype.is_float:
+        raise DTypeError(
+            f"tw.{what} of a {source.dtype} tile to {memory.dtype} memory '{memory.name}'", caller_location()
+        )
     sizes = tuple(i.size for i in items if not isinstance(i, Expr))
     if sizes != source.shape:
         raise ShapeError(
@@ -246,10 +250,14 @@ def _peer(what: str, memory: Memory, items: tuple[IndexItem, ...], peer: PeerLik
         if not rows or rows[0].size != peer.size:
             raise ShapeError(f"tw.{what} with a peer a row needs rows of the same size", caller_location())
         return peer
-    fixed = simplify(as_expr(peer))
+    return _rank_in_world(as_expr(peer))
+
+
+def _rank_in_world(peer: Expr) -> Expr:
+    fixed = simplify(peer)
     if isinstance(fixed, int) and not 0 <= fixed < current().world_size:
         raise TraceError(f"peer {fixed} is outside the world of {current().world_size} ranks", caller_location())
-    return as_expr(peer)
+    return peer
 
 
 def _need_rows(what: str, index: IndexLike) -> None:
@@ -299,6 +307,7 @@ def dot(a: Tile, b: Tile, accumulator: Tile | None = None) -> Tile:
 
 def cast(tile: Tile, dtype: object) -> Tile:
     """`tile` rounded to `dtype`, to nearest, ties to even."""
+    visible(tile)
     return tile.cast(dtype)
 
 
@@ -313,9 +322,9 @@ def max(tile: Tile, axis: int) -> Tile:
 
 
 def _reduce(function: Literal["sum", "max"], tile: Tile, axis: int) -> Tile:
-    value = visible(tile)
-    if not 0 <= axis < len(value.shape):
-        raise ShapeError(f"tw.{function} over axis {axis} of {value.type_text}", caller_location())
+    value = floats(function, tile)
+    if not isinstance(axis, int) or not 0 <= axis < len(value.shape):
+        raise ShapeError(f"tw.{function} over axis {axis!r} of {value.type_text}", caller_location())
     shape = [1 if i == axis else size for i, size in enumerate(value.shape)]
     extents = [as_expr(1) if i == axis else e for i, e in enumerate(value.extents)]
     result = current().new_value(shape, extents, dtypes.float32)
@@ -412,7 +421,7 @@ def signal(
     scope: Scope = Scope.SYSTEM,
 ) -> None:
     """Add `amount` to a counter on rank `peer` (this rank by default), after all that the task did before."""
-    where = None if peer is None else as_expr(peer)
+    where = None if peer is None else _rank_in_world(as_expr(peer))
     op = SignalOp(
         caller_location(), counters, _counter("signal", counters, index), as_expr(amount), where, order, scope
     )

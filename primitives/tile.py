@@ -47,10 +47,13 @@ class Tile:
 
     def cast(self, dtype: object) -> Tile:
         """This tile rounded to `dtype`."""
-        target = dtypes.as_dtype(dtype)
+        target = known_dtype(dtype)
         value = visible(self)
         if target == value.dtype:
             return self
+        floats("cast", self)
+        if not target.is_float:
+            raise DTypeError(f"tw.cast to {target}: tiles are computed in float32 and bfloat16", caller_location())
         result = current().new_value(value.shape, value.extents, target)
         current().emit(Cast(caller_location(), result, value))
         return Tile(result)
@@ -138,6 +141,25 @@ def visible(tile: Tile) -> Value:
     return tile.value
 
 
+def known_dtype(dtype: object) -> DType:
+    """`dtype` as a storage type, or an error at the author's line."""
+    try:
+        return dtypes.as_dtype(dtype)
+    except ValueError as error:
+        raise DTypeError(str(error), caller_location()) from None
+
+
+def floats(what: str, tile: Tile) -> Value:
+    """The value of `tile`, checked to hold real numbers: int32 tiles are only moved."""
+    value = visible(tile)
+    if not value.dtype.is_float:
+        raise DTypeError(
+            f"tw.{what} of {value.dtype}: int32 tiles are only moved from memory to memory; keep numbers in float32",
+            caller_location(),
+        )
+    return value
+
+
 def assign(target: Tile, value: Tile) -> None:
     """Set the accumulator `target` to `value`, of the same shape."""
     goal, source = visible(target), visible(value)
@@ -153,7 +175,7 @@ def assign(target: Tile, value: Tile) -> None:
 
 def elementwise(function: str, *args: TileLike) -> Tile:
     """Record `function` of `FUNCTIONS` over tiles and numbers; the result is float32."""
-    operands = tuple(visible(a) if isinstance(a, Tile) else _number(function, a) for a in args)
+    operands = tuple(floats(function, a) if isinstance(a, Tile) else _number(function, a) for a in args)
     if len(operands) != FUNCTIONS[function].arity:
         raise ShapeError(
             f"tw.{function} takes {FUNCTIONS[function].arity} operands, got {len(operands)}", caller_location()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class Executable:
         self._dims = (ctypes.c_int64 * max(len(lowered.program.dims), 1))()
         self._record = self._make_record()
         self._launches = 0
+        self._busy = threading.Lock()
 
     def _make_record(self) -> Any:
         schedule = self.lowered.schedule

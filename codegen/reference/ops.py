@@ -190,9 +190,6 @@ def round_to(tile: Array, dtype: DType) -> Array:
     """`tile` rounded to the nearest value of `dtype`, ties to even, as a tile holds it."""
     if dtype == dtypes.bfloat16:
         return bf16.widen(bf16.narrow(tile))
-    if dtype == dtypes.int32 and tile.dtype != np.int32:
-        with np.errstate(invalid="ignore"):
-            return np.rint(tile).astype(np.int32)
     return tile.astype(STORAGE[dtype.name])
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tileweave as tw
+from tileweave.compiler.order import ORDERS
+from tileweave.compiler.printer import program_key
 from tileweave.errors import BoundsError, CompileError, DeadlockError, RaceError, SignalMismatchError, VerifyError
 from tileweave.primitives.expr import Expr
 
@@ -284,3 +287,82 @@ def test_two_tiles_write_the_same_place() -> None:
         "copy[m=0] on rank 0 writes 'x' and copy[m=1] on rank 0 writes the same elements after it, but no signal "
         "orders them: add tw.signal behind the first access and tw.wait before the second"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"order": tw.Order.RELAXED},
+            "a relaxed signal or wait orders nothing; leave out `order`, or give RELEASE or ACQUIRE",
+        ),
+        ({"scope": tw.Scope.GPU}, "a signal to a peer needs Scope.SYSTEM; Scope.GPU reaches this rank only"),
+    ],
+)
+def test_signal_too_weak_to_order(options: dict[str, Any], text: str) -> None:
+    @tw.kernel
+    def weak(x: tw.Tensor) -> None:
+        box, full = tw.symmetric("box", (8,)), tw.signals("full", (1,))
+
+        @tw.task()
+        def push() -> None:
+            tw.remote_store(box, tw.ds(0, 8), tw.load(x, (0, tw.ds(0, 8))), 1 - tw.rank())
+            tw.signal(full, 0, peer=1 - tw.rank(), **options)
+
+        @tw.task()
+        def pull() -> None:
+            tw.wait(full, 0, 1)
+            tw.store(x, (1, tw.ds(0, 8)), tw.load(box, tw.ds(0, 8)))
+
+    with pytest.raises(RaceError) as caught:
+        tw.compile(weak, X, world_size=2).check([{"x": (2, 8)}] * 2)
+    assert message(caught.value) == text
+
+
+def test_a_task_without_experts_stands_between_those_with() -> None:
+    @tw.kernel
+    def phases(x: tw.Tensor) -> None:
+        first, second = tw.signals("first", (1,)), tw.signals("second", (1,))
+
+        @tw.task(grid={"expert": 3})
+        def one(expert: Expr) -> None:
+            tw.signal(first, 0)
+
+        @tw.task()
+        def middle() -> None:
+            tw.wait(first, 0, 3)
+            tw.signal(second, 0)
+
+        @tw.task(grid={"expert": 3})
+        def two(expert: Expr) -> None:
+            tw.wait(second, 0, 1)
+            tw.store(x, (expert, tw.ds(0, 8)), tw.load(x, (expert, tw.ds(0, 8))))
+
+    for order in ORDERS:
+        tw.compile(phases, X, config=tw.Config(order=order)).check([{"x": (3, 8)}])
+
+
+def test_names_stay_apart() -> None:
+    @tw.kernel
+    def alike(x: tw.Tensor) -> None:
+        tw.workspace("my buffer", (8,))
+
+        @tw.task()
+        def only() -> None:
+            tw.store(x, (0, tw.ds(0, 8)), tw.load(x, (1, tw.ds(0, 8))))
+
+    with pytest.raises(VerifyError, match=r"memory 'my buffer' needs a name of letters, digits and underscores"):
+        tw.compile(alike, X)
+
+
+def test_almost_equal_numbers_are_other_kernels() -> None:
+    def scaled(factor: float) -> str:
+        @tw.kernel
+        def scale(x: tw.Tensor) -> None:
+            @tw.task()
+            def only() -> None:
+                tw.store(x, (0, tw.ds(0, 8)), tw.load(x, (0, tw.ds(0, 8))) * factor)
+
+        return program_key(tw.compile(scale, X).program)
+
+    assert scaled(1.0) != scaled(1.0000002)

@@ -116,6 +116,22 @@ MISTAKES: list[tuple[str, Callable[[tw.Tensor, tw.Table, Expr], object], type[Ex
         "%0 is not an accumulator; make it with tw.zeros or tw.full",
     ),
     (
+        "comparison with a number", lambda x, t, m: 1 if m == 0 else 2, TraceError,
+        "`m == 0` is known only at run time, so Python cannot compare it; use (m).equals(0) as a recorded condition",
+    ),
+    (
+        "arithmetic of int32", lambda x, t, m: tw.load(tw.workspace("n", (4,), "int32"), tw.ds(0, 4)) * 2, DTypeError,
+        "tw.multiply of int32: int32 tiles are only moved from memory to memory; keep numbers in float32",
+    ),
+    (
+        "unknown dtype", lambda x, t, m: row(x, m).cast("fp8"), DTypeError,
+        "dtype fp8 is not supported; use one of float32, bfloat16, int32",
+    ),
+    (
+        "signal outside the world", lambda x, t, m: tw.signal(tw.signals("done", (1,)), 0, peer=7), TraceError,
+        "peer 7 is outside the world of 1 ranks",
+    ),
+    (
         "division by zero", lambda x, t, m: m // 0 + (m - m) + 1 // (m * 0), TraceError,
         "division by zero in `1 // 0`",
     ),

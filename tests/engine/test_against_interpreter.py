@@ -89,6 +89,7 @@ KNOWN: list[tuple[Callable[..., None], tuple[object, ...]]] = [
     (test_reference.test_values_made_from_an_accumulator_do_not_follow_it, ()),
     (test_reference.test_ragged_update_keeps_the_rest_of_an_accumulator, ()),
     (test_reference.test_what_nobody_wrote_shows_as_nan, ()),
+    (test_reference.test_int32_tiles_are_moved_as_they_are, ()),
     (test_reference_sync.test_gather_from_a_peer_a_row, ()),
     (test_reference_sync.test_ring_exchange, ()),
     (test_reference_sync.test_put_get_multicast, ()),
