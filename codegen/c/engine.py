@@ -18,6 +18,7 @@ from tileweave.codegen.hang import describe_abort
 from tileweave.codegen.layout import COUNTER_SETS, num_elements
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.trace import TraceEvent
+from tileweave.errors import GroupError
 from tileweave.primitives.control import RUNTIME_DIR, AbortInfo, WorkerRecord
 from tileweave.primitives.group import Group
 from tileweave.primitives.heap import Mapping as MemoryMapping
@@ -122,9 +123,21 @@ class Executable:
         """Run the kernel with all ranks of the group; collective. Returns events if traced.
 
         Raises:
+            GroupError: another thread of this rank is in a launch of this kernel.
             PeerError: some rank refused its arguments; nothing ran.
             HangError, RankDiedError, LaunchError: the launch ended before its work was done.
         """
+        if not self._busy.acquire(blocking=False):
+            raise GroupError(
+                f"kernel '{self.lowered.program.name}' is already running on this rank; launch from one thread at "
+                "a time"
+            )
+        try:
+            return self._launch(launch)
+        finally:
+            self._busy.release()
+
+    def _launch(self, launch: Launch) -> list[TraceEvent]:
         group, record = self.group, self._record
         launched: dict[int, Lowered] = group.cache.setdefault("launched", {})
 

@@ -7,17 +7,23 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import tileweave as tw
 from tests.moe.layers import Inputs, even, random_inputs, reference, relative_error, run_layer
 from tests.moe.test_layer_values import FULL, PLAIN
+from tileweave.codegen.c.engine import Launch
 from tileweave.compiler.config import Config
+from tileweave.errors import GroupError, HangError
 from tileweave.moe.config import MoEConfig
 from tileweave.moe.layer import MoELayer, compile_layer
+from tileweave.primitives.control import Control
 from tileweave.primitives.group import Group
 from tileweave.primitives.heap import PAGE
 from tileweave.primitives.launch import VirtualGroup, spawn
@@ -133,3 +139,34 @@ def test_torchrun(tmp_path: Path) -> None:
     inputs = random_inputs(PLAIN, 100)
     with VirtualGroup(1) as ranks:
         assert torch.equal(got, run_layer(ranks, PLAIN, [inputs]))
+
+
+def test_two_threads_of_a_rank_do_not_launch_at_once() -> None:
+    """A rank's launch record is one; the second thread is told so instead of overwriting it."""
+
+    @tw.kernel
+    def patient(x: tw.Tensor) -> None:
+        done = tw.signals("done", (1,))
+
+        @tw.task()
+        def wait() -> None:
+            tw.wait(done, 0, 1)
+            tw.store(x, tw.ds(0, 8), tw.load(x, tw.ds(0, 8)))
+
+    group = Group(0, Control.create(1)[0], "single")
+    group.timeout_s = 2.0
+    compiled = tw.compile(patient, tw.Tensor((8,)))
+    executable = compiled.load(group)
+    x = np.zeros(8, np.float32)
+
+    def hang() -> None:
+        with pytest.raises(HangError):
+            compiled.run((x,), group)
+
+    first = threading.Thread(target=hang)
+    first.start()
+    while not any(record.state == "waiting" for record in group.worker_records()):
+        time.sleep(0.01)
+    with pytest.raises(GroupError, match="kernel 'patient' is already running on this rank"):
+        executable.launch(Launch([0], []))
+    first.join()
