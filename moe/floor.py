@@ -29,15 +29,13 @@ class MachineRates:
 
     Attributes:
         num_cores: cores that the ranks share, min(ranks, cores of the machine).
-        gemm_flops: fp32 FLOP/s of one core, of torch.mm on a large shape.
-        copy_bytes: bytes/s of one core in a large copy, bytes read plus bytes written.
-        read_bytes: bytes/s of one core that only reads, as weights are streamed by a matrix-vector product.
+        gemm_flops_per_s: fp32 FLOP/s of one core, of torch.mm on a large shape.
+        copy_bytes_per_s: bytes/s of one core in a large copy, bytes read plus bytes written.
     """
 
     num_cores: int
-    gemm_flops: float
-    copy_bytes: float
-    read_bytes: float
+    gemm_flops_per_s: float
+    copy_bytes_per_s: float
 
     @staticmethod
     def of(num_ranks: int, seconds: Mapping[str, float], work: Sequence[Work]) -> MachineRates:
@@ -48,8 +46,8 @@ class MachineRates:
         """
         if num_ranks < 1:
             raise ConfigError(f"num_ranks is {num_ranks}; expected at least 1")
-        gemm, copy, read = (w.amount / seconds[w.name] for w in work)
-        return MachineRates(min(num_ranks, usable_cores()), gemm, copy, read)
+        gemm, copy = (w.amount / seconds[w.name] for w in work)
+        return MachineRates(min(num_ranks, usable_cores()), gemm, copy)
 
 
 def usable_cores() -> int:
@@ -66,12 +64,12 @@ class Work:
     amount: int
 
 
-MACHINE_WORK = ("gemm", "copy", "read")
+MACHINE_WORK = ("gemm", "copy")
 """Names of `machine_work`."""
 
 
-def machine_work() -> tuple[Work, Work, Work]:
-    """A large product (`gemm`), a large copy (`copy`) and a pure read (`read`), for one core.
+def machine_work() -> tuple[Work, Work]:
+    """A large product (`gemm`) and a large copy (`copy`), for one core.
 
     Time them on as many ranks at once as there are cores to share, turn by turn with the
     layer, and pass the medians to `MachineRates.of`: the machine's speed drifts.
@@ -80,11 +78,9 @@ def machine_work() -> tuple[Work, Work, Work]:
     a, b, c = torch.rand(m, k), torch.rand(n, k), torch.empty(m, n)
     source = torch.ones(_STREAM_BYTES // 4)
     target = torch.zeros_like(source)
-    matrix, vector = source.view(-1, 2048), torch.ones(2048)
     return (
         Work("gemm", partial(torch.mm, a, b.t(), out=c), 2 * m * n * k),
         Work("copy", partial(target.copy_, source), 2 * _STREAM_BYTES),
-        Work("read", partial(torch.mv, matrix, vector), _STREAM_BYTES),
     )
 
 
@@ -132,7 +128,7 @@ def layer_bytes(config: MoEConfig, num_tokens: int, num_rows: int, num_active_ex
 
 
 def floor_seconds(rates: MachineRates, config: MoEConfig, num_tokens: int, expert_rows: Sequence[int]) -> float:
-    """max(layer_flops / (gemm_flops * num_cores), layer_bytes / (copy_bytes * num_cores)).
+    """max(layer_flops / (gemm_flops_per_s * num_cores), layer_bytes / (copy_bytes_per_s * num_cores)).
 
     All arguments count the whole group. The shared expert's weights count once, though each rank reads
     them: cores may share a cache.
@@ -145,6 +141,6 @@ def floor_seconds(rates: MachineRates, config: MoEConfig, num_tokens: int, exper
     """
     num_rows = sum(expert_rows)
     num_active = sum(1 for rows in expert_rows if rows)
-    compute = layer_flops(config, num_rows, num_tokens) / (rates.gemm_flops * rates.num_cores)
-    memory = layer_bytes(config, num_tokens, num_rows, num_active) / (rates.copy_bytes * rates.num_cores)
+    compute = layer_flops(config, num_rows, num_tokens) / (rates.gemm_flops_per_s * rates.num_cores)
+    memory = layer_bytes(config, num_tokens, num_rows, num_active) / (rates.copy_bytes_per_s * rates.num_cores)
     return max(compute, memory)

@@ -1,4 +1,4 @@
-"""The floor's formulas by hand, and that measuring gives plausible rates."""
+"""The floor: formulas, and rates from measured work."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_bytes() -> None:
 def test_floor_is_the_larger_bound() -> None:
     rows = [8] * 16 + [0] * 48
     flops, moved = layer_flops(CONFIG, 128), layer_bytes(CONFIG, 16, 128, 16)
-    compute_bound = MachineRates(num_cores=2, gemm_flops=1e9, copy_bytes=1e15, read_bytes=1e15)
-    memory_bound = MachineRates(num_cores=2, gemm_flops=1e15, copy_bytes=1e9, read_bytes=1e15)
+    compute_bound = MachineRates(num_cores=2, gemm_flops_per_s=1e9, copy_bytes_per_s=1e15)
+    memory_bound = MachineRates(num_cores=2, gemm_flops_per_s=1e15, copy_bytes_per_s=1e9)
     assert floor_seconds(compute_bound, CONFIG, 16, rows) == pytest.approx(flops / 2e9)
     assert floor_seconds(memory_bound, CONFIG, 16, rows) == pytest.approx(moved / 2e9)
 
@@ -50,10 +50,10 @@ def test_rates_of_measured_work() -> None:
     assert tuple(w.name for w in work) == MACHINE_WORK
     for each in work:
         each.run()
-    rates = MachineRates.of(1, {"gemm": 2.0, "copy": 0.5, "read": 1.0}, work)
+    rates = MachineRates.of(1, {"gemm": 2.0, "copy": 0.5}, work)
     amounts = {w.name: w.amount for w in work}
-    assert (rates.num_cores, rates.gemm_flops) == (1, amounts["gemm"] / 2)
-    assert (rates.copy_bytes, rates.read_bytes) == (amounts["copy"] * 2, amounts["read"])
+    assert (rates.num_cores, rates.gemm_flops_per_s) == (1, amounts["gemm"] / 2)
+    assert rates.copy_bytes_per_s == amounts["copy"] * 2
 
 
 def test_no_ranks_is_refused() -> None:
