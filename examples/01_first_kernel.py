@@ -3,8 +3,8 @@
 A kernel is a Python function that declares *tasks*. A task runs once for each point of its
 grid, on a tile. Tasks of one kernel run at the same time, so one that needs what another
 writes waits for a counter: `gemm` adds one to `done[m]` for each finished tile of row tile
-`m`, and `normalise` starts on that row tile at the count of all its column tiles, while
-`gemm` is still busy with the rows below.
+`m`, and `normalise` may start on that row tile at the count of all its column tiles, even
+while another worker is still busy with the rows below.
 
     python examples/01_first_kernel.py
 """

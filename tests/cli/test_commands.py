@@ -40,7 +40,7 @@ def test_demo(tmp_path: Path) -> None:
     assert sum(routing["rows_per_expert"]) == sum(routing["rows_per_rank"]) == routing["rows"] == 2 * 24 * 2
     assert routing["expert_skew"] == max(routing["rows_per_expert"]) / (routing["rows"] / 6)
     assert figures["memory"]["formula"][-1] == f"total {figures['memory']['symmetric_bytes']:,} bytes a rank"
-    assert figures["memory"]["allocated_as_printed"]
+    assert all(held >= figures["memory"]["symmetric_bytes"] for held in figures["memory"]["heap_bytes"])
     assert sum(map(sum, figures["schedule"]["tiles_per_worker"])) == figures["graph"]["tiles"]
     assert figures["time"]["repeats"] == 2
     assert figures["values"]["bit_equal_to_one_rank"] is True

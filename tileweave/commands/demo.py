@@ -100,7 +100,7 @@ class RankRun:
     topk_idx: npt.NDArray[np.int64]
     events: list[TraceEvent]
     times: Times
-    symmetric_bytes: int
+    heap_bytes: int
 
 
 def run_demo(size: DemoSize, out: Path, json_path: Path | None) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def run_demo(size: DemoSize, out: Path, json_path: Path | None) -> dict[str, Any
             "rank_skew": skew(per_rank.tolist()),
         },
         "memory": {"symmetric_bytes": kernel.symmetric_bytes, "formula": kernel.memory().splitlines(),
-                   "allocated_as_printed": all(r.symmetric_bytes == kernel.symmetric_bytes for r in ranks)},
+                   "heap_bytes": [r.heap_bytes for r in ranks]},
         "compile": {"seconds": compile_s, "cold": cold, "analyse_seconds": analyse_s},
         "graph": {
             "tiles": analysis.regions.num_tiles,
@@ -227,7 +227,7 @@ def _run_rank(group: Group, size: DemoSize, store: Path, ticks: Ticks) -> RankRu
         fitting = repetitions(group, list(work.values()), _TIMED_S, _MOST_REPEATS)
         times = alternate(group, work, size.repeats or fitting, ticks)
         out, events = layer.traced(x)
-    return RankRun(out, router(x)[0].numpy(), events, times, layer.compiled().symmetric_bytes)
+    return RankRun(out, router(x)[0].numpy(), events, times, group.heap.total_bytes)
 
 
 # ------------------------------------------------------------------ in the parent
