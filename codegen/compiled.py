@@ -150,12 +150,26 @@ class CompiledKernel:
 
     def _bind(self, args: tuple[object, ...], trace: bool) -> Launch:
         dims: dict[str, int] = {}
-        addresses = []
-        for memory, array in self._named(args).items():
+        addresses: list[int] = []
+        named = self._named(args)
+        for memory, array in named.items():
             check_array(self.program.by_name[memory], array, written=memory in self.written)
             check_shape(self.program.by_name[memory], tuple(array.shape), dims)
             addresses.append(address_of(array))
+        self._check_apart(named, addresses)
         return Launch(addresses, [dims[name] for name in self.program.dims], trace)
+
+    def _check_apart(self, named: Mapping[str, Any], addresses: Sequence[int]) -> None:
+        """Refuse a written argument that shares memory with another: checks and vector loops take them to be apart."""
+        ends = [a + array.nbytes for a, array in zip(addresses, named.values(), strict=True)]
+        names = list(named)
+        for written in self.written.intersection(names):
+            at = names.index(written)
+            for other, name in enumerate(names):
+                if other != at and addresses[at] < ends[other] and addresses[other] < ends[at]:
+                    raise ArgumentError(
+                        f"arguments '{written}' and '{name}' share memory, but the kernel writes '{written}'"
+                    )
 
     def _named(self, args: tuple[object, ...]) -> dict[str, Any]:
         """Arguments by dotted name, in the order of `Program.arguments`; plain values of the kernel are not passed."""

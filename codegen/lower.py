@@ -14,7 +14,7 @@ from tileweave.codegen.layout import Segment, symmetric_segment
 from tileweave.compiler.program import Program
 from tileweave.compiler.schedule import Schedule
 from tileweave.errors import CompileError
-from tileweave.primitives.expr import Const, Expr, LoopIndex, walk
+from tileweave.primitives.expr import Binary, Const, Expr, LoopIndex, TableRead, walk
 from tileweave.primitives.memory import Memory, Rows
 from tileweave.primitives.ops import (
     Cast,
@@ -193,11 +193,20 @@ class _Uses:
             return True
         if self._feeds_dot(value) and not _is_view(place.op):
             return True
+        if isinstance(place.op, Transpose) and any(self._rewrites(root, place.op.value) for root in roots):
+            return True
         if isinstance(place.op, Load):
             return any(self._memory_changes(place, root) for root in roots)
         if isinstance(place.op, (Elementwise, Cast)) and len(roots) > 1:
             return True
         return any(self._accumulator_changes(operand, place, root) for operand in operands(place.op) for root in roots)
+
+    @staticmethod
+    def _rewrites(root: _Place, transposed: Value) -> bool:
+        """Whether the root writes an accumulator while it reads it, or what is made from it, at other places."""
+        if isinstance(root.op, Dot):
+            return root.op.accumulator.id == transposed.id
+        return isinstance(root.op, Update)
 
     def _feeds_dot(self, value: Value) -> bool:
         for user in self.users[value.id]:
@@ -222,6 +231,15 @@ class _Uses:
             (isinstance(p.op, Dot) and p.op.accumulator.id == operand.id)
             or (isinstance(p.op, Update) and p.op.target.id == operand.id)
             for p in between
+        )
+
+    def read_elsewhere(self, value: Value) -> bool:
+        """Whether an accumulator is read in another block than the one that makes it; its own updates do not count."""
+        return any(
+            root.block != self.defined[value.id].block
+            for root in self.roots[value.id]
+            if not (isinstance(root.op, Dot) and root.op.accumulator.id == value.id)
+            and not (isinstance(root.op, Update) and root.op.target.id == value.id)
         )
 
     def extents_read(self, value: Value) -> Iterator[tuple[Expr, ...] | None]:
@@ -278,18 +296,26 @@ def _is_view(op: Op) -> bool:
     return len(op.result.shape) == 2 and not isinstance(op.index[-1], Expr)
 
 
+def _always_exists(extent: Expr) -> bool:
+    """Whether an extent can be evaluated outside the guard or loop that reads it."""
+    return not any(
+        isinstance(e, TableRead) or (isinstance(e, Binary) and e.op in ("floordiv", "mod")) for e in walk(extent)
+    )
+
+
 def _filled(value: Value, uses: _Uses) -> tuple[Expr, ...]:
     """For each axis the one extent that every reader uses, or the whole axis."""
     reads = list(uses.extents_read(value))
     whole = tuple(Const(size) for size in value.shape)
     if not reads or any(r is None for r in reads):
         return whole
+    guarded = uses.read_elsewhere(value)
     filled: list[Expr] = []
     for axis, size in enumerate(whole):
         extents = {r[axis] for r in reads if r is not None}
         only = extents.pop()
         loops = any(isinstance(e, LoopIndex) for e in walk(only))
-        filled.append(size if extents or loops else only)
+        filled.append(size if extents or loops or (guarded and not _always_exists(only)) else only)
     return tuple(filled)
 
 

@@ -87,14 +87,27 @@ def _expand_links(
 
     into_node, into_hub = members(source, hubs)
     out_node, out_hub = members(links[1], hubs[hub_index])
-    # A tile that both reads and writes a cell does not depend on itself.
+    # A tile that both reads and writes a cell does not depend on itself, but on the others of its hub.
     stride = int(node.max()) + 1
     own = np.isin(out_hub * stride + out_node, into_hub * stride + into_node)
+    into_parts, out_parts = [(into_node, into_hub)], [(out_node[~own], out_hub[~own])]
+    next_hub = first + len(source)
+    shared = np.flatnonzero(own & (np.bincount(into_hub - first, minlength=len(source))[out_hub - first] > 1))
+    for link in shared.tolist():
+        others = into_node[(into_hub == out_hub[link]) & (into_node != out_node[link])]
+        into_parts.append((others, np.full(len(others), next_hub)))
+        out_parts.append((out_node[link : link + 1], np.full(1, next_hub)))
+        next_hub += 1
     return (
-        Edges.of(kind, into_node, into_hub),
-        Edges.of(kind, out_hub[~own], out_node[~own]),
-        first + len(source),
+        Edges.of(kind, *(np.concatenate(column) for column in zip(*into_parts, strict=True))),
+        Edges.of(kind, *(np.concatenate(column) for column in zip(*reversed_pairs(out_parts), strict=True))),
+        next_hub,
     )
+
+
+def reversed_pairs(pairs: list[tuple[IntArray, IntArray]]) -> list[tuple[IntArray, IntArray]]:
+    """Each `(a, b)` as `(b, a)`."""
+    return [(b, a) for a, b in pairs]
 
 
 def _phase_links(cell: IntArray, is_write: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
@@ -125,11 +138,13 @@ def _cell_uses(regions: Regions, segments: Segments, boxes: Boxes) -> _Uses:
     cell, use_of_cell = _unique_pairs(cell, use[which])
     cell, use_of_cell = _unique_pairs(_merge_alike(cell, use_of_cell), use_of_cell)
     use_node, use_write = use_of_cell // 2, use_of_cell % 2
-    # The kernel means its tasks in order, and the tiles of a task in grid order, on all ranks side by side;
-    # a tile that updates a cell reads the value from before.
-    order = np.lexsort((use_node, use_write, positions[use_node], tasks[use_node], cell))
+    # The kernel means its tasks in order, and the tiles of a task in grid order and part by part, on all ranks
+    # side by side; a tile that updates a cell reads the value from before.
+    part = np.arange(len(segments.tile)) - np.searchsorted(segments.tile, segments.tile)
+    point = positions * (int(part.max()) + 1) + part
+    order = np.lexsort((use_node, use_write, point[use_node], tasks[use_node], cell))
     cell, use_node, use_write = cell[order], use_node[order], use_write[order]
-    moved = np.where(use_write == 1, positions[use_node], -1)
+    moved = np.where(use_write == 1, point[use_node], -1)
     return _Uses(cell, use_node, np.stack([tasks[use_node], moved], axis=1), use_write.astype(bool))
 
 

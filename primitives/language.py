@@ -301,6 +301,8 @@ def dot(a: Tile, b: Tile, accumulator: Tile | None = None) -> Tile:
     goal = visible(total)
     if not goal.mutable or goal.shape != shape:
         raise ShapeError(f"tw.dot needs an accumulator tw.zeros({shape}), got {goal.type_text}", caller_location())
+    if goal in (left, right):
+        raise ShapeError("tw.dot reads its own accumulator; accumulate into another one", caller_location())
     current().emit(Dot(caller_location(), goal, left, right))
     return total
 

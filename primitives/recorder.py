@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tileweave.errors import SourceLocation, TraceError
 from tileweave.primitives.dtypes import DType
+from tileweave.primitives.escapes import refuse_early_exits
 from tileweave.primitives.expr import Expr, Index, LoopIndex, ScalarLike, as_expr
 from tileweave.primitives.memory import Memory
 from tileweave.primitives.ops import GridDim, Op, Role, Task, Value
@@ -116,6 +117,7 @@ class Recorder:
                 location,
             )
         indices = {dim.name: Index(dim.name) for dim in dims}
+        refuse_early_exits(function)
         with self.nested_block() as block:
             function(**indices)
         if self.unfinished:

@@ -218,8 +218,15 @@ def _broadcast(function: str, values: Sequence[Value]) -> tuple[tuple[int, ...],
             )
         size = sizes.pop() if sizes else 1
         shape.append(size)
-        extents.append(meet([v.extents[axis] for v in values if v.shape[axis] == size], size))
+        extents.append(meet([_stretched(v.extents[axis], v.shape[axis], size) for v in values], size))
     return tuple(shape), tuple(extents)
+
+
+def _stretched(extent: Expr, own: int, size: int) -> Expr:
+    """The extent of an operand of size `own` in a dimension of `size`: one that is empty makes the result empty."""
+    if own == size:
+        return extent
+    return Const(size) if extent == Const(1) else extent * size
 
 
 def meet(extents: Sequence[Expr], size: int) -> Expr:

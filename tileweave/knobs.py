@@ -57,7 +57,7 @@ def _flag(text: str) -> bool:
 cache_dir: Knob[Path] = Knob(
     "TILEWEAVE_CACHE_DIR",
     Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tileweave",
-    lambda text: Path(text).expanduser(),
+    lambda text: Path(text).expanduser().absolute(),
     "Folder of generated sources and compiled kernels.",
     "tileweave in $XDG_CACHE_HOME, or in ~/.cache",
 )
