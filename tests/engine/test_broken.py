@@ -1,4 +1,4 @@
-"""Defects that were found by trying to break things. A marked test stands for one that is open; it fails once mended."""
+"""Defects found by trying to break things. A marked test stands for one that is open; mended, it must lose its mark."""
 
 from __future__ import annotations
 
