@@ -5,12 +5,18 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 
 from tileweave.errors import SourceLocation, TraceError
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+# CPython up to 3.11 keeps the parser's recursion depth in one place for all threads, and rank threads trace
+# at once.
+_parsing = threading.Lock()
 
 
 def refuse_early_exits(function: Callable[..., object]) -> None:
@@ -24,7 +30,8 @@ def refuse_early_exits(function: Callable[..., object]) -> None:
     """
     try:
         lines, first = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        with _parsing:
+            tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
         return  # no source to read, as in an interactive session
     for guard in ast.walk(tree):
