@@ -90,24 +90,19 @@ def _expand_links(
     # A tile that both reads and writes a cell does not depend on itself, but on the others of its hub.
     stride = int(node.max()) + 1
     own = np.isin(out_hub * stride + out_node, into_hub * stride + into_node)
-    into_parts, out_parts = [(into_node, into_hub)], [(out_node[~own], out_hub[~own])]
+    into_parts, out_parts = [(into_node, into_hub)], [(out_hub[~own], out_node[~own])]
     next_hub = first + len(source)
     shared = np.flatnonzero(own & (np.bincount(into_hub - first, minlength=len(source))[out_hub - first] > 1))
     for link in shared.tolist():
         others = into_node[(into_hub == out_hub[link]) & (into_node != out_node[link])]
         into_parts.append((others, np.full(len(others), next_hub)))
-        out_parts.append((out_node[link : link + 1], np.full(1, next_hub)))
+        out_parts.append((np.full(1, next_hub), out_node[link : link + 1]))
         next_hub += 1
     return (
         Edges.of(kind, *(np.concatenate(column) for column in zip(*into_parts, strict=True))),
-        Edges.of(kind, *(np.concatenate(column) for column in zip(*reversed_pairs(out_parts), strict=True))),
+        Edges.of(kind, *(np.concatenate(column) for column in zip(*out_parts, strict=True))),
         next_hub,
     )
-
-
-def reversed_pairs(pairs: list[tuple[IntArray, IntArray]]) -> list[tuple[IntArray, IntArray]]:
-    """Each `(a, b)` as `(b, a)`."""
-    return [(b, a) for a, b in pairs]
 
 
 def _phase_links(cell: IntArray, is_write: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:

@@ -168,11 +168,6 @@ def current() -> Recorder:
     return recorder
 
 
-def active() -> bool:
-    """Whether a kernel is being traced in this context."""
-    return _CURRENT.get() is not None
-
-
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
     """Make `recorder` the current one."""
