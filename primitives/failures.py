@@ -8,6 +8,10 @@ from typing import NoReturn
 from tileweave.errors import GroupError, LaunchError
 from tileweave.primitives.control import AbortInfo, AbortKind
 
+# Longest single wait of a main thread. A signal that another thread receives does not end a wait of the main
+# thread, so Ctrl-C is seen between two waits.
+SIGNAL_CHECK_S = 0.1
+
 
 class RankTracebackError(Exception):
     """Cause of an exception that came from another process or thread; its text is the traceback there."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from tileweave.errors import GroupError, HangError, RankDiedError
 from tileweave.primitives.control import AbortKind, Control
-from tileweave.primitives.failures import raise_first_cause, reason_of
+from tileweave.primitives.failures import SIGNAL_CHECK_S, raise_first_cause, reason_of
 from tileweave.primitives.group import Group, set_current_group
 from tileweave.primitives.torchrun import init
 from tileweave.primitives.virtual import VirtualGroup
@@ -150,7 +150,7 @@ class _Supervisor:
                 limit = time.monotonic() + _GRACE_S / 4
                 continue
             watched: list[Any] = [*waiting, *(mark for mark, pipe in sentinels.items() if pipe in waiting)]
-            for ready in wait(watched, left):
+            for ready in wait(watched, SIGNAL_CHECK_S if left is None else min(left, SIGNAL_CHECK_S)):
                 pipe = ready if isinstance(ready, Connection) else sentinels[ready]
                 if pipe in waiting:
                     waiting.discard(pipe)

@@ -6,13 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tileweave import knobs
 from tileweave.errors import GroupError
 from tileweave.primitives.control import AbortKind, Control
-from tileweave.primitives.failures import raise_first_cause, reason_of
+from tileweave.primitives.failures import SIGNAL_CHECK_S, raise_first_cause, reason_of
 from tileweave.primitives.group import Group, set_current_group
 from tileweave.primitives.heap import LocalParts
 
@@ -79,7 +80,7 @@ class VirtualGroup:
         errors: dict[int, BaseException] = {}
         try:
             for _ in range(self.world_size):
-                rank, value, error = self._results.get()
+                rank, value, error = self._next_result()
                 if error is None:
                     results[rank] = value
                 else:
@@ -88,6 +89,11 @@ class VirtualGroup:
             self._control.stop(AbortKind.FAILED, None, f"the run was stopped by {reason_of(error)}")
             raise
         return results, errors
+
+    def _next_result(self) -> tuple[int, Any, BaseException | None]:
+        while True:
+            with suppress(queue.Empty):
+                return self._results.get(timeout=SIGNAL_CHECK_S)
 
     def _serve(self, rank: int) -> None:
         group, tasks = self.groups[rank], self._tasks[rank]

@@ -273,7 +273,7 @@ def test_kernels_that_differ_between_ranks() -> None:
 
 
 SCRIPT = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from tests.engine.test_failures import launch
 from tileweave.primitives.launch import VirtualGroup, spawn
@@ -285,6 +285,7 @@ def rank(group, folder):
         launch(group, 3, 3)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
     if sys.argv[2] == "threads":
         VirtualGroup(2).run(rank, sys.argv[1])
     else:

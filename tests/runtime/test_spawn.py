@@ -227,7 +227,7 @@ def test_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from tileweave.primitives.launch import spawn
 
@@ -239,6 +239,7 @@ def rank(group, folder):
     group.barrier()
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
     spawn(rank, 3, sys.argv[1])
 """
 
