@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tileweave.codegen.c.ops import emit_body
 from tileweave.codegen.c.scalars import Scalars, identifier
+from tileweave.codegen.c.scratch import Scratch, plan_scratch
 from tileweave.codegen.c.writer import C_TYPES, TaskWriter
 from tileweave.codegen.common import common_scalars
 from tileweave.codegen.lower import Lowered, LoweredTask, used_memories
@@ -17,14 +18,15 @@ from tileweave.primitives.memory import Signal, Symmetric, Table
 def emit_unit(lowered: Lowered) -> str:
     """C source of `lowered`: one function a task, the list of tiles, and the dispatch."""
     program, schedule = lowered.program, lowered.schedule
+    places = [plan_scratch(task.task) for task in lowered.tasks]
     parts = [
         f"/* {program.name} for {program.world_size} ranks: order {schedule.order}, written by Tileweave. */",
         f"#define TW_LANES {len(schedule.lanes)}",
         f"#define TW_KEYS {len(schedule.keys[0])}",
-        f"#define TW_SCRATCH_FLOATS {lowered.scratch_floats}",
+        f"#define TW_SCRATCH_FLOATS {max(p.floats for p in places)}",
         '#include "tw_kernel.h"',
         "",
-        *(_task_function(lowered, task) for task in lowered.tasks),
+        *(_task_function(lowered, *each) for each in zip(lowered.tasks, places, strict=True)),
         _dispatch(lowered),
         _list_tiles(lowered),
         "TW_DEFINE_LAUNCH",
@@ -32,9 +34,9 @@ def emit_unit(lowered: Lowered) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _task_function(lowered: Lowered, task: LoweredTask) -> str:
+def _task_function(lowered: Lowered, task: LoweredTask, places: Scratch) -> str:
     names_of = {e: f"s{n}" for n, e in enumerate(common_scalars(task.task))}
-    writer = TaskWriter(lowered, task, Scalars(names_of))
+    writer = TaskWriter(lowered, task, places, Scalars(names_of))
     emit_body(writer, task.task.body)
     body = "\n".join(writer.lines)
     spelled = [f"const int64_t {name} = {writer.scalar.spelled(e)};" for e, name in names_of.items()]
@@ -49,9 +51,9 @@ def _task_function(lowered: Lowered, task: LoweredTask) -> str:
         head.append(f"    const int64_t {identifier(dim)} = tile[{number}];")
     head += [f"    {line}" for line in _bindings(lowered, "\n".join([*spelled, body]), task)]
     head += [f"    {line}" for line in spelled]
-    for value, offset in task.in_scratch.items():
+    for value, offset in places.offset.items():
         head.append(f"    float *const t{value} = worker->scratch + {offset};")
-    names = ["rank", "dot_scratch", "tile", *map(identifier, task.task.dims), *(f"t{v}" for v in task.in_scratch)]
+    names = ["rank", "dot_scratch", "tile", *map(identifier, task.task.dims), *(f"t{v}" for v in places.offset)]
     names += names_of.values()
     unused = " ".join(f"(void){name};" for name in names)
     return "\n".join([*head, f"    {unused}", "", body, "    return 0;", "}", ""])

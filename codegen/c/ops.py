@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tileweave.codegen.c.scratch import PURE
 from tileweave.codegen.c.writer import C_TYPES, Access, Loop, TaskWriter, literal, narrow_to
-from tileweave.codegen.lower import PURE
 from tileweave.compiler.printer import print_op
 from tileweave.primitives.dtypes import bfloat16
 from tileweave.primitives.expr import Const, Expr
@@ -98,7 +98,7 @@ def _fill(writer: TaskWriter, op: Fill) -> None:
         loop.inner.append(f"{_scratch_at(writer, op.result, loop.indices)} = {literal(op.value)};")
 
     with writer.block(""):
-        _emit_nest(writer, writer.task.filled[op.result.id], fill)
+        _emit_nest(writer, writer.places.filled[op.result.id], fill)
 
 
 def _update(writer: TaskWriter, op: Update) -> None:
@@ -106,7 +106,7 @@ def _update(writer: TaskWriter, op: Update) -> None:
     extents = [
         narrow(filled, extent, size)
         for filled, extent, size in zip(
-            writer.task.filled[op.target.id], op.value.extents, op.target.shape, strict=True
+            writer.places.filled[op.target.id], op.value.extents, op.target.shape, strict=True
         )
     ]
 

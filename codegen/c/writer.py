@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tileweave.codegen.c.functions import C_FUNCTIONS
 from tileweave.codegen.c.scalars import Scalars, identifier
+from tileweave.codegen.c.scratch import Scratch
 from tileweave.codegen.lower import Lowered, LoweredTask
 from tileweave.compiler.printer import place
 from tileweave.primitives.dtypes import DType, bfloat16, float32, int32
@@ -25,6 +26,7 @@ class TaskWriter:
 
     lowered: Lowered
     task: LoweredTask
+    places: Scratch
     scalar: Scalars
     lines: list[str] = field(default_factory=list)
     depth: int = 1
@@ -68,7 +70,7 @@ class TaskWriter:
 
     def kept(self, value: Value) -> bool:
         """Whether `value` lies in scratch."""
-        return value.id in self.task.in_scratch
+        return value.id in self.places.offset
 
 
 @dataclass
