@@ -25,6 +25,16 @@ class Segment:
     total_bytes: int
     lines: tuple[str, ...]
 
+    @property
+    def entered_offset_bytes(self) -> int:
+        """Where GPU backends, which have no control block, count the ranks that have entered a launch."""
+        return self.total_bytes
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of a rank's segment on a GPU."""
+        return self.total_bytes + ALIGNMENT_BYTES
+
     def __str__(self) -> str:
         return "\n".join([*self.lines, f"total {self.total_bytes:,} bytes a rank"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeAlias
 
 from tileweave.errors import VerifyError
@@ -14,13 +15,13 @@ Interval: TypeAlias = tuple[int, int]
 _SYMBOL = (0, 1 << 31)
 
 
-def interval(expr: Expr) -> Interval:
-    """Lowest and highest value that `expr` can take, if symbols and table entries are in [0, 2³¹]."""
+def interval(expr: Expr, known: Mapping[Expr, Interval] = MappingProxyType({})) -> Interval:
+    """Lowest and highest value that `expr` can take, if symbols and table entries are in [0, 2³¹], or as `known`."""
     if isinstance(expr, Const):
         return expr.value, expr.value
     if not isinstance(expr, Binary):
-        return _SYMBOL
-    return INTERVALS[expr.op](interval(expr.lhs), interval(expr.rhs))
+        return known.get(expr, _SYMBOL)
+    return INTERVALS[expr.op](interval(expr.lhs, known), interval(expr.rhs, known))
 
 
 def _mul(a: Interval, b: Interval) -> Interval:

@@ -1,0 +1,132 @@
+"""What every emitted Triton module stands on: launch state, signals, waits, entry and small scalar functions.
+
+Offsets in `state` (int64, one row a rank): see the constants below. A wait that gives up
+leaves its record there once, and every worker stops at its next tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+STATE_WORDS = 8
+EPOCH, FAILED, WORKER, ENTRY, SITE, INDEX, EXPECTED, OBSERVED = range(STATE_WORDS)
+_EPOCH, _FAILED, _WORKER, _ENTRY = (tl.constexpr(n) for n in (EPOCH, FAILED, WORKER, ENTRY))
+_SITE, _INDEX, _EXPECTED, _OBSERVED = (tl.constexpr(n) for n in (SITE, INDEX, EXPECTED, OBSERVED))
+ENTRY_SITE = -1  # site number of the wait for all ranks at the start of a launch
+
+
+@triton.jit
+def address(table, index):
+    """An address from a table of them; all are multiples of 16 bytes, which lets accesses be 16 bytes wide."""
+    return tl.multiple_of(tl.load(table + index), 16)
+
+
+@triton.jit
+def pointer(place, dtype: tl.constexpr):
+    """An address as a pointer to elements of `dtype`."""
+    return tl.multiple_of(place.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def floordiv(a, b):
+    """Division that rounds down, for `b` above 0."""
+    return tl.where(a >= 0, a // b, -((b - 1 - a) // b))
+
+
+@triton.jit
+def floormod(a, b):
+    """Remainder in [0, b), for `b` above 0."""
+    return a - floordiv(a, b) * b
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent; near 0, where the quotient would cancel, its series."""
+    y = tl.minimum(tl.abs(x), 20.0)
+    t = tl.exp(-2.0 * y)
+    s = x * x
+    series = x * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
+    quotient = (1.0 - t) / (1.0 + t)
+    return tl.where(y < 0.3, series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def dot(a, b, total):
+    """`total` plus `a` times `b` in fp32."""
+    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def failed(state):
+    """Whether some wait of this rank has given up."""
+    return tl.load(state + _FAILED, volatile=True)
+
+
+@triton.jit
+def signal(counter, amount, order: tl.constexpr, scope: tl.constexpr):
+    """Add to a counter, after everything that all threads of this worker did before."""
+    tl.debug_barrier()  # Triton 3.6 puts none before a release
+    tl.atomic_add(counter, tl.cast(amount, tl.int64), sem=order, scope=scope)
+
+
+@triton.jit
+def wait(counter, target, launch, site, index, order: tl.constexpr, scope: tl.constexpr):
+    """Spin until a counter reaches `target`, or the limit is reached; then record who waited for what."""
+    state, worker, position, limit = launch
+    wanted = tl.cast(target, tl.int64)
+    seen = tl.atomic_add(counter, tl.cast(0, tl.int64), sem=order, scope=scope)
+    spins = tl.cast(0, tl.int64)
+    while (seen < wanted) & (spins < limit):
+        seen = tl.atomic_add(counter, tl.cast(0, tl.int64), sem=order, scope=scope)
+        spins += 1
+    if seen < wanted:
+        first = tl.atomic_cas(state + _FAILED, tl.cast(0, tl.int64), tl.cast(1, tl.int64))
+        if first == 0:
+            tl.store(state + _WORKER, tl.cast(worker, tl.int64))
+            tl.store(state + _ENTRY, tl.cast(position, tl.int64))
+            tl.store(state + _SITE, tl.cast(site, tl.int64))
+            tl.store(state + _INDEX, tl.cast(index, tl.int64))
+            tl.store(state + _EXPECTED, wanted)
+            tl.store(state + _OBSERVED, seen)
+
+
+@triton.jit
+def fence(order: tl.constexpr, scope: tl.constexpr):
+    """Order this worker's accesses before and after it."""
+    tl.debug_barrier()
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence." + order + "." + scope + "; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def enter(heap, rank, world: tl.constexpr, entered_at: tl.constexpr, launch):
+    """Tell every rank that this one has entered its launch, and wait until all have.
+
+    So no rank writes into buffers that a slower one still reads in the launch before.
+    """
+    state, worker, _position, _limit = launch
+    epoch = tl.load(state + _EPOCH)
+    if world > 1:
+        if worker == 0:
+            for peer in range(world):
+                signal(pointer(address(heap, peer) + entered_at, tl.int64), 1, "release", "sys")
+        own = pointer(address(heap, rank) + entered_at, tl.int64)
+        wait(own, epoch * world, launch, -1, 0, "acquire", "sys")
+    return epoch
+
+
+@triton.jit
+def clear(place, num_bytes: tl.constexpr):
+    """Zero the counters at an address."""
+    words = pointer(place, tl.int64)
+    for start in tl.range(0, num_bytes // 8, 256):
+        at = start + tl.arange(0, 256)
+        tl.store(words + at, tl.zeros((256,), tl.int64), mask=at < num_bytes // 8)
