@@ -9,7 +9,9 @@ from typing import Any, Literal
 from tileweave.errors import ConfigError
 
 QueueKind = Literal["static", "dynamic"]
-MAX_WORKERS = 64
+MAX_WORKERS = 1024  # programs of one launch on the largest devices; an engine may allow fewer
+MAX_STAGES = 8
+MAX_REGISTERS = 255
 
 
 class Tunables(dict[str, Any]):
@@ -23,6 +25,38 @@ class Tunables(dict[str, Any]):
 
 
 @dataclass(frozen=True)
+class GpuConfig:
+    """How GPU backends compile a kernel.
+
+    Args:
+        warps: warps of a worker.
+        stages: tiles that the main loop of a matrix product holds in flight.
+        loads: how main loops bring their tiles: `pointers` (asynchronous copies, cp.async) or
+            `tma` (the tensor memory accelerator, sm_90 and later).
+        registers: most registers of a thread, None = as the assembler likes. Its choice may spill where
+            a limit of 255 does not, and the other way round.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    warps: int = 8
+    stages: int = 3
+    loads: Literal["pointers", "tma"] = "pointers"
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.warps not in (1, 2, 4, 8, 16):
+            raise ConfigError(f"GpuConfig.warps={self.warps}: expected 1, 2, 4, 8 or 16")
+        if not 1 <= self.stages <= MAX_STAGES:
+            raise ConfigError(f"GpuConfig.stages={self.stages}: expected 1 to {MAX_STAGES}")
+        if self.registers is not None and not 32 <= self.registers <= MAX_REGISTERS:
+            raise ConfigError(f"GpuConfig.registers={self.registers}: expected 32 to {MAX_REGISTERS}, or None")
+        if self.loads not in ("pointers", "tma"):
+            raise ConfigError(f"GpuConfig.loads={self.loads!r}: expected 'pointers' or 'tma'")
+
+
+@dataclass(frozen=True)
 class Config:
     """One point of the design space.
 
@@ -32,6 +66,7 @@ class Config:
         order: name of an order of `compiler/order.py`.
         queue: `static` deals tiles to workers before the launch, `dynamic` lets workers take
             the next tile from one atomic counter a lane.
+        gpu: how GPU backends compile.
         tunables: values for keyword-only parameters of the kernel.
 
     Raises:
@@ -42,6 +77,7 @@ class Config:
     comm_workers: int = 0
     order: str = "sends_first"
     queue: QueueKind = "static"
+    gpu: GpuConfig = GpuConfig()
     tunables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -107,6 +107,15 @@ def fence(order: tl.constexpr, scope: tl.constexpr):
 
 
 @triton.jit
+def proxy_fence():
+    """Order plain accesses of global memory with those of the tensor memory accelerator."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def enter(heap, rank, world: tl.constexpr, entered_at: tl.constexpr, launch):
     """Tell every rank that this one has entered its launch, and wait until all have.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tileweave.codegen.common import common_scalars
 from tileweave.codegen.copies import expand_copies
@@ -15,24 +14,14 @@ from tileweave.codegen.triton.scalars import Scalars, identifier
 from tileweave.codegen.triton.shapes import block_shapes
 from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter
 from tileweave.compiler.bounds import Interval
+from tileweave.compiler.config import GpuConfig
 from tileweave.compiler.printer import place
 from tileweave.primitives.expr import Const, Expr, Index
 from tileweave.primitives.memory import Memory, Signal, Symmetric, Table
 from tileweave.primitives.ops import Cast, Expand, Load, Task, Transpose, walk
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a kernel is compiled: warps of a worker, and pipeline stages of main loops."""
-
-    warps: int = 8
-    stages: int = 4
-
-
-DEFAULT_OPTIONS = Options()
-
-
-def emit_module(lowered: Lowered, options: Options = DEFAULT_OPTIONS) -> str:
+def emit_module(lowered: Lowered, gpu: GpuConfig) -> str:
     """Python source of `lowered` for Triton 3.6 and later."""
     schedule = lowered.schedule
     parts = [
@@ -45,21 +34,21 @@ def emit_module(lowered: Lowered, options: Options = DEFAULT_OPTIONS) -> str:
         "import triton.language as tl",
         "",
         "from tileweave.codegen.triton.device import (",
-        "    address, clear, dot, enter, failed, fence, floordiv, floormod, pointer, signal, tanh, wait,",
+        "    address, clear, dot, enter, failed, fence, floordiv, floormod, pointer, proxy_fence, signal, tanh, wait,",
         ")",
         "",
-        f"STAGES = tl.constexpr({options.stages})  # of main loops",
+        f"STAGES = tl.constexpr({gpu.stages})  # of main loops",
         "",
-        *(_task_function(lowered, task) for task in lowered.tasks),
+        *(_task_function(lowered, task, tma=gpu.loads == "tma") for task in lowered.tasks),
         _megakernel(lowered),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _task_function(lowered: Lowered, lowered_task: LoweredTask) -> str:
+def _task_function(lowered: Lowered, lowered_task: LoweredTask, *, tma: bool) -> str:
     task = expand_copies(lowered_task.task)
     names_of = {e: f"s{n}" for n, e in enumerate(common_scalars(task))}
-    writer = TaskWriter(lowered, block_shapes(task), _zero_filled(task), Scalars(names_of), _known(task))
+    writer = TaskWriter(lowered, block_shapes(task), _zero_filled(task), Scalars(names_of), _known(task), tma)
     emit_body(writer, task.body)
     body = "\n".join(writer.lines)
     spelled = [f"    {name} = {writer.scalar.spelled(e)}" for e, name in names_of.items()]

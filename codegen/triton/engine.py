@@ -12,8 +12,9 @@ from tileweave.codegen.hang import describe_record
 from tileweave.codegen.layout import num_elements
 from tileweave.codegen.listing import ENTRY_WORDS, Bound, Listing, list_tiles
 from tileweave.codegen.lower import Lowered
-from tileweave.codegen.triton.emit import DEFAULT_OPTIONS, Options
+from tileweave.codegen.triton.build import compile_options
 from tileweave.codegen.triton.source import load_kernel
+from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError, ConfigError, HangError
 from tileweave.primitives.control import WorkerRecord
 from tileweave.primitives.memory import Table
@@ -39,15 +40,15 @@ class TritonKernel:
     Symmetric segments (`Segment.gpu_bytes` each, zeroed) belong to the caller.
     """
 
-    def __init__(self, lowered: Lowered, ranks: Ranks, options: Options = DEFAULT_OPTIONS) -> None:
+    def __init__(self, lowered: Lowered, ranks: Ranks, gpu: GpuConfig) -> None:
         """Load the kernel.
 
         Raises:
             BuildError: no Triton, or the ranks are on the CPU and Triton is not in its interpreter.
             ConfigError: more workers than the interpreter can run side by side.
         """
-        self.lowered, self.ranks, self.options = lowered, ranks, options
-        self._kernel = load_kernel(lowered, options)
+        self.lowered, self.ranks, self.gpu = lowered, ranks, gpu
+        self._kernel = load_kernel(lowered, gpu)
         if ranks.device.type == "cpu":
             _require_interpreter(lowered, ranks)
         from tileweave.codegen.triton import device
@@ -94,7 +95,7 @@ class TritonKernel:
         grid = (self.lowered.schedule.num_workers * self.ranks.count,)
         self._kernel[grid](
             memory, sizes, self._heap, queue, counts, cursor, self._state, self.ranks.first, self._capacity, limit, 0,
-            num_warps=self.options.warps,
+            **compile_options(self.gpu),
         )  # fmt: skip
         self._kept = [memory, sizes, queue, counts, cursor]  # what the device still reads
 

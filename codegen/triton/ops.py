@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tileweave.codegen.gemm import gemm_loop
 from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
+from tileweave.codegen.triton.tma import descriptors, load_text
 from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter, Tile, literal, locate
 from tileweave.primitives.dtypes import int32
 from tileweave.primitives.expr import Binary, Const, Expr
@@ -45,6 +46,9 @@ def _assign(writer: TaskWriter, value: Value, text: str) -> None:
 
 def _load(writer: TaskWriter, op: Load) -> None:
     writer.note(op)
+    if op.result.id in writer.descriptors:
+        _assign(writer, op.result, load_text(writer, op, writer.descriptors[op.result.id]))
+        return
     place = locate(writer, Tile(op.memory, op.index, op.peer, op.result))
     other = "0" if op.memory.dtype == int32 else "0.0"
     masked = f"{place.masked}, other={other}" if place.mask else ""
@@ -149,6 +153,8 @@ def _signal(writer: TaskWriter, op: SignalOp) -> None:
     writer.note(op)
     peer = "rank" if op.peer is None else writer.scalar(op.peer)
     counter = _counter(writer, op.signal, op.index, peer)
+    if writer.tma:
+        writer.line("proxy_fence()")
     writer.line(f"signal({counter}, {writer.scalar(op.amount)}, {_ordering(op)})")
 
 
@@ -158,6 +164,8 @@ def _wait(writer: TaskWriter, op: WaitOp) -> None:
     at = writer.scalar.linear(op.index, op.signal.dims)
     site = writer.lowered.site_of[id(op)]
     writer.line(f"wait({counter}, {writer.scalar(op.target)}, launch, {site}, {at}, {_ordering(op)})")
+    if writer.tma:
+        writer.line("proxy_fence()")
 
 
 def _fence(writer: TaskWriter, op: Fence) -> None:
@@ -175,12 +183,15 @@ def _for(writer: TaskWriter, op: For) -> None:
     writer.note(op)
     start, stop = writer.scalar(op.start), writer.scalar(op.stop)
     staged = ""
-    if gemm_loop(op) is not None:
+    gemm = gemm_loop(op)
+    if gemm is not None:
         # The bound stays a run-time value: a loop of known length would be unrolled, and spill.
         stop, staged = f"{stop} + zero", ", num_stages=STAGES"
     if isinstance(op.start, Const) and isinstance(op.stop, Const) and op.stop.value > op.start.value:
         last = op.start.value + (op.stop.value - op.start.value - 1) // op.step * op.step
         writer.known[op.index] = op.start.value, last
+    if gemm is not None and writer.tma:
+        writer.descriptors |= descriptors(writer, gemm)
     with writer.block(f"for k{op.index.id} in tl.range({start}, {stop}, {op.step}{staged}):"):
         emit_body(writer, op.body)
 

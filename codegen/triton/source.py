@@ -12,19 +12,20 @@ from typing import Any
 
 from tileweave import knobs
 from tileweave.codegen.lower import Lowered
-from tileweave.codegen.triton.emit import DEFAULT_OPTIONS, Options, emit_module
+from tileweave.codegen.triton.emit import emit_module
+from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError
 
 _loading = threading.Lock()
 
 
-def write_source(lowered: Lowered, options: Options = DEFAULT_OPTIONS) -> Path:
+def write_source(lowered: Lowered, gpu: GpuConfig) -> Path:
     """The emitted module in the folder of the `TILEWEAVE_CACHE_DIR` knob.
 
     Raises:
         BuildError: the folder cannot be written.
     """
-    text = emit_module(lowered, options)
+    text = emit_module(lowered, gpu)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = knobs.cache_dir.get() / f"{lowered.program.name}_triton_{digest}.py"
     if not path.exists():
@@ -40,14 +41,14 @@ def write_source(lowered: Lowered, options: Options = DEFAULT_OPTIONS) -> Path:
     return path
 
 
-def load_kernel(lowered: Lowered, options: Options = DEFAULT_OPTIONS) -> Any:
+def load_kernel(lowered: Lowered, gpu: GpuConfig) -> Any:
     """The megakernel of `lowered`, a `triton.jit` function.
 
     Raises:
         BuildError: Triton is not installed, or the cache folder cannot be written.
     """
     require_triton()
-    return getattr(_load(write_source(lowered, options)), lowered.program.name)
+    return getattr(_load(write_source(lowered, gpu)), lowered.program.name)
 
 
 def _load(path: Path) -> ModuleType:

@@ -30,6 +30,8 @@ class TaskWriter:
     zero_filled: frozenset[int]
     scalar: Scalars
     known: dict[Expr, Interval]
+    tma: bool = False
+    descriptors: dict[int, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     depth: int = 1
     names: int = 0
