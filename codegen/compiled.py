@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from tileweave import knobs
-from tileweave.codegen.c.emit import emit_unit
-from tileweave.codegen.c.engine import Executable, Launch, address_of
+from tileweave.codegen.backends import BACKENDS
+from tileweave.codegen.c.engine import address_of
+from tileweave.codegen.launch import Engine, Launch
 from tileweave.codegen.lower import Lowered, lower
 from tileweave.codegen.trace import TraceEvent
 from tileweave.compiler.config import Config
@@ -30,8 +31,7 @@ from tileweave.primitives.memory import Memory, Table
 from tileweave.primitives.ops import accesses, walk
 
 logger = logging.getLogger("tileweave")
-Backend = Literal["c"]
-BACKENDS = ("c",)
+BackendName = Literal["c", "triton"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class CompiledKernel:
     program: Program
     plan: Schedule
     config: Config
+    backend: BackendName = "c"
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -73,11 +74,13 @@ class CompiledKernel:
         """
         self.analyse(routing)
 
-    def source(self, backend: str = "c") -> str:
-        """The generated source text."""
-        if backend not in BACKENDS:
-            raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
-        return emit_unit(self.lowered)
+    def source(self, backend: str | None = None) -> str:
+        """The generated source text, of this kernel's backend if not told otherwise.
+
+        Raises:
+            ConfigError: no such backend.
+        """
+        return BACKENDS[_known(backend or self.backend)].source(self.lowered, self.config)
 
     def memory(self) -> str:
         """Symmetric bytes a rank, as a sum that a person can check."""
@@ -105,7 +108,7 @@ class CompiledKernel:
         error: ArgumentError | None = None
         launch = Launch((), ())
         try:
-            launch = self._bind(args, trace)
+            launch = self.bind(self._named(args), trace=trace)
         except ArgumentError as problem:
             error = problem
         if knobs.debug.get():
@@ -117,15 +120,15 @@ class CompiledKernel:
             raise error
         return executable.launch(launch)
 
-    def load(self, group: Group) -> Executable:
+    def load(self, group: Group) -> Engine:
         """This kernel with its memory on `group`, made at first use; collective then.
 
         Raises:
             GroupError: the group has another size, or its ranks compiled different kernels.
         """
         cached = group.cache.get(self.identity)
-        if isinstance(cached, Executable):
-            return cached
+        if cached is not None:
+            return cast("Engine", cached)
         if group.world_size != self.program.world_size:
             raise GroupError(
                 f"kernel '{self.program.name}' was compiled for world_size={self.program.world_size}, but this group "
@@ -139,25 +142,29 @@ class CompiledKernel:
                 "config must be the same on all ranks"
             )
         logger.info("symmetric memory of %s:\n%s", self.program.name, self.memory())
-        executable = Executable(self.lowered, group)
+        executable = BACKENDS[self.backend].load(self.lowered, self.config, group)
         group.cache[self.identity] = executable
         return executable
 
     @cached_property
-    def identity(self) -> tuple[str, str]:
+    def identity(self) -> tuple[str, ...]:
         """Equal on ranks that compiled the same thing."""
-        return program_key(self.program), repr(self.plan)
+        return program_key(self.program), repr(self.plan), self.backend, repr(self.config.gpu)
 
-    def _bind(self, args: tuple[object, ...], trace: bool) -> Launch:
+    def bind(self, named: Mapping[str, Any], *, trace: bool = False) -> Launch:
+        """One launch of this rank, with its arguments by dotted name in the order of `program.arguments`.
+
+        Raises:
+            ArgumentError: an argument does not fit its spec.
+        """
         dims: dict[str, int] = {}
         addresses: list[int] = []
-        named = self._named(args)
         for memory, array in named.items():
             check_array(self.program.by_name[memory], array, written=memory in self.written)
             check_shape(self.program.by_name[memory], tuple(array.shape), dims)
             addresses.append(address_of(array))
         self._check_apart(named, addresses)
-        return Launch(addresses, [dims[name] for name in self.program.dims], trace)
+        return Launch(addresses, [dims[name] for name in self.program.dims], trace, arrays=named)
 
     def _check_apart(self, named: Mapping[str, Any], addresses: Sequence[int]) -> None:
         """Refuse a written argument that shares memory with another: checks and vector loops take them to be apart."""
@@ -241,7 +248,7 @@ def compile(  # noqa: A001  (the name users expect: tw.compile)
     world_size: int = 1,
     topology: None = None,
     target: Literal["cpu"] = "cpu",
-    backend: Backend = "c",
+    backend: BackendName = "c",
     config: Config | None = None,
     sync: Literal["explicit"] = "explicit",
 ) -> CompiledKernel:
@@ -251,20 +258,29 @@ def compile(  # noqa: A001  (the name users expect: tw.compile)
         kernel: a function under `@tw.kernel`.
         specs: one per positional parameter: `tw.Tensor`, `tw.Table`, a dataclass of these, or a plain value.
         world_size: number of ranks.
-        topology, target, backend, sync: only the values shown exist so far.
+        backend: `c`, the engine of a machine without a GPU, or `triton`, which runs on CPU ranks in Triton's
+            interpreter (set TRITON_INTERPRET=1).
+        topology, target, sync: only the values shown exist so far.
         config: workers, order, queue and tunables; the default is one worker.
 
     Raises:
         TraceError, VerifyError: the kernel is not valid; with the user's line.
         ConfigError: an argument is out of range.
     """
-    if target != "cpu" or backend not in BACKENDS or topology is not None or sync != "explicit":
+    if target != "cpu" or topology is not None or sync != "explicit":
         raise ConfigError(
-            f"target={target!r}, backend={backend!r}, topology={topology!r}, sync={sync!r}: this version has "
-            "target='cpu', backend='c', topology=None, sync='explicit'"
+            f"target={target!r}, topology={topology!r}, sync={sync!r}: this version has target='cpu', "
+            "topology=None, sync='explicit'"
         )
+    _known(backend)
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: expected at least 1")
     chosen = config or Config()
     program, schedule = compile_program(kernel, specs, world_size, chosen)
-    return CompiledKernel(kernel, specs, program, schedule, chosen)
+    return CompiledKernel(kernel, specs, program, schedule, chosen, backend)
+
+
+def _known(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+    return backend

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import numpy.typing as npt
 from tileweave import native
 from tileweave.codegen.c.emit import emit_unit
 from tileweave.codegen.hang import describe_abort
+from tileweave.codegen.launch import Launch
 from tileweave.codegen.layout import COUNTER_SETS, num_elements
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.trace import TraceEvent
-from tileweave.errors import GroupError
-from tileweave.primitives.control import RUNTIME_DIR, AbortInfo, WorkerRecord
+from tileweave.errors import ConfigError, GroupError
+from tileweave.primitives.control import MAX_WORKERS, RUNTIME_DIR, AbortInfo, WorkerRecord
 from tileweave.primitives.group import Group
 from tileweave.primitives.heap import Mapping as MemoryMapping
 
@@ -55,19 +55,6 @@ def _launch_type(lanes: int) -> type[ctypes.Structure]:
     return Launch
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Addresses of the arguments in `Program.arguments` order, the dynamic dimensions, and whether to trace.
-
-    `refusal` is why this rank cannot launch; then no rank does.
-    """
-
-    addresses: Sequence[int]
-    dims: Sequence[int]
-    traced: bool = False
-    refusal: str | None = None
-
-
 class Executable:
     """A kernel loaded for one rank of a group, with its symmetric and local memory.
 
@@ -75,6 +62,16 @@ class Executable:
     """
 
     def __init__(self, lowered: Lowered, group: Group) -> None:
+        """Build or find the library, and allocate.
+
+        Raises:
+            BuildError: no compiler, or it refused the source.
+            ConfigError: more workers than one rank can run.
+        """
+        if lowered.schedule.num_workers > MAX_WORKERS:
+            raise ConfigError(
+                f"Config.workers={lowered.schedule.num_workers}: the C engine runs at most {MAX_WORKERS} threads a rank"
+            )
         self.lowered = lowered
         self.group = group
         self._library = native.load(build(lowered))

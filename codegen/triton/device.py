@@ -20,13 +20,17 @@ ENTRY_SITE = -1  # site number of the wait for all ranks at the start of a launc
 
 @triton.jit
 def address(table, index):
-    """An address from a table of them; all are multiples of 16 bytes, which lets accesses be 16 bytes wide."""
-    return tl.multiple_of(tl.load(table + index), 16)
+    """An address from a table of them."""
+    return tl.load(table + index)
 
 
 @triton.jit
 def pointer(place, dtype: tl.constexpr):
-    """An address as a pointer to elements of `dtype`."""
+    """An address, all of which are multiples of 16 bytes, as a pointer to elements of `dtype`.
+
+    Offsets are added to the pointer, not to the address: the compiler forgets what a sum of
+    integers is a multiple of, and accesses would be 2 bytes wide.
+    """
     return tl.multiple_of(place.to(tl.pointer_type(dtype)), 16)
 
 
@@ -126,16 +130,15 @@ def enter(heap, rank, world: tl.constexpr, entered_at: tl.constexpr, launch):
     if world > 1:
         if worker == 0:
             for peer in range(world):
-                signal(pointer(address(heap, peer) + entered_at, tl.int64), 1, "release", "sys")
-        own = pointer(address(heap, rank) + entered_at, tl.int64)
+                signal(pointer(address(heap, peer), tl.int64) + entered_at, 1, "release", "sys")
+        own = pointer(address(heap, rank), tl.int64) + entered_at
         wait(own, epoch * world, launch, -1, 0, "acquire", "sys")
     return epoch
 
 
 @triton.jit
-def clear(place, num_bytes: tl.constexpr):
-    """Zero the counters at an address."""
-    words = pointer(place, tl.int64)
-    for start in tl.range(0, num_bytes // 8, 256):
+def clear(words, count: tl.constexpr):
+    """Zero `count` counters."""
+    for start in tl.range(0, count, 256):
         at = start + tl.arange(0, 256)
-        tl.store(words + at, tl.zeros((256,), tl.int64), mask=at < num_bytes // 8)
+        tl.store(words + at, tl.zeros((256,), tl.int64), mask=at < count)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from tileweave.codegen.common import common_scalars
 from tileweave.codegen.copies import expand_copies
-from tileweave.codegen.layout import COUNTER_SETS
+from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
 from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered, LoweredTask, used_memories
 from tileweave.codegen.triton.ops import emit_body
 from tileweave.codegen.triton.scalars import Scalars, identifier
 from tileweave.codegen.triton.shapes import block_shapes
-from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter
+from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter, element_offset
 from tileweave.compiler.bounds import Interval
 from tileweave.compiler.config import GpuConfig
 from tileweave.compiler.printer import place
@@ -93,13 +93,14 @@ def _bindings(lowered: Lowered, task: Task, text: str) -> Iterator[str]:
 def _base(lowered: Lowered, memory: Memory, number: int) -> str:
     dtype = TRITON_TYPES[memory.dtype]
     if isinstance(memory, Symmetric):
-        return f"pointer(address(heap, rank) + {lowered.segment.offset_bytes[memory.name]}, {dtype})"
+        return f"pointer(address(heap, rank), {dtype}) + {element_offset(lowered.segment, memory)}"
     return f"pointer(address(memory, {number}), {dtype})"
 
 
 def _megakernel(lowered: Lowered) -> str:
     program, schedule, segment = lowered.program, lowered.schedule, lowered.segment
     lanes = len(schedule.lanes)
+    first_word, set_words = (n // COUNTER_BYTES for n in (segment.counters_offset_bytes, segment.counter_set_bytes))
     lines = [
         "",
         "@triton.jit",
@@ -113,11 +114,11 @@ def _megakernel(lowered: Lowered) -> str:
         "    state += here * 8",
         *(f"    {line}" for line in _choose_lane(lowered)),
         "    launch = (state, worker, -1, limit)",
-        f"    epoch = enter(heap, rank, {program.world_size}, {segment.entered_offset_bytes}, launch)",
-        f"    counters = epoch % {COUNTER_SETS} * {segment.counter_set_bytes}",
+        f"    epoch = enter(heap, rank, {program.world_size}, {segment.entered_offset_bytes // COUNTER_BYTES}, launch)",
+        f"    counters = epoch % {COUNTER_SETS} * {set_words}",
         "    if worker == 0:  # the launch before used the other set of counters",
-        f"        stale = {segment.counters_offset_bytes} + (epoch + 1) % {COUNTER_SETS} * {segment.counter_set_bytes}",
-        f"        clear(address(heap, rank) + stale, {segment.counter_set_bytes})",
+        f"        stale = {first_word} + (epoch + 1) % {COUNTER_SETS} * {set_words}",
+        f"        clear(pointer(address(heap, rank), tl.int64) + stale, {set_words})",
         f"    lane += here * {lanes}",
         "    count = tl.load(counts + lane)",
         *(f"    {line}" for line in _first(lowered)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tileweave.codegen.gemm import gemm_loop
+from tileweave.codegen.layout import COUNTER_BYTES
 from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
 from tileweave.codegen.triton.tma import descriptors, load_text
 from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter, Tile, literal, locate
@@ -144,9 +145,9 @@ def _update(writer: TaskWriter, op: Update) -> None:
 
 
 def _counter(writer: TaskWriter, signal: Signal, index: tuple[Expr, ...], peer: str) -> str:
-    offset = writer.lowered.segment.offset_bytes[signal.name]
+    offset = writer.lowered.segment.offset_bytes[signal.name] // COUNTER_BYTES
     at = writer.scalar.linear(index, signal.dims)
-    return f"pointer(address(heap, {peer}) + counters + {offset}, tl.int64) + {at}"
+    return f"pointer(address(heap, {peer}), tl.int64) + counters + {offset} + {at}"
 
 
 def _signal(writer: TaskWriter, op: SignalOp) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tileweave.codegen.layout import Segment
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.triton.scalars import Scalars, identifier
 from tileweave.codegen.triton.shapes import Blocks
@@ -188,15 +189,20 @@ class _Address:
         if peer is None:
             return identifier(memory.name)
         dtype = TRITON_TYPES[memory.dtype]
-        offset = writer.lowered.segment.offset_bytes[memory.name]
+        offset = element_offset(writer.lowered.segment, memory)
         if isinstance(peer, Expr):
-            return writer.named("p", f"pointer(address(heap, {writer.scalar(peer)}) + {offset}, {dtype})")
+            return writer.named("p", f"pointer(address(heap, {writer.scalar(peer)}), {dtype}) + {offset}")
         assert self.rows is not None, "peers are listed beside rows"
         rows, along = self.rows
         block = writer.blocks.of[self.tile.value.id][0]
         names = entries(writer, peer, block, other=0)
         bases = writer.named("p", f"tl.load(heap + {names}, mask=({rows} >= 0) & ({names} >= 0), other=0)")
-        return writer.named("p", f"pointer({bases} + {offset}, {dtype})") + along
+        return writer.named("p", f"pointer({bases}, {dtype}) + {offset}") + along
+
+
+def element_offset(segment: Segment, memory: Memory) -> int:
+    """Where a symmetric memory begins in a segment, in its elements."""
+    return segment.offset_bytes[memory.name] // memory.dtype.itemsize_bytes
 
 
 def slice_positions(writer: TaskWriter, item: Slice, block: int) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ import torch
 import tileweave as tw
 from tests.moe.layers import Inputs, even, random_inputs, reference, relative_error, run_layer
 from tests.moe.test_layer_values import FULL, PLAIN
-from tileweave.codegen.c.engine import Launch
+from tileweave.codegen.launch import Launch
 from tileweave.compiler.config import Config
 from tileweave.errors import GroupError, HangError
 from tileweave.moe.config import MoEConfig
