@@ -149,6 +149,16 @@ def _cpu() -> str:
     return "\n".join([os.uname().machine, *lines])
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Write `path` so that others see all of it or nothing; any number of processes and threads may write it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`; excludes threads too, as each call opens the file anew."""
@@ -167,10 +177,9 @@ def _compile(
 ) -> None:
     mark = f"{os.getpid()}-{threading.get_ident()}"
     text_path = library.with_suffix(".c")
-    partial_text, partial = library.with_suffix(f".{mark}.c.tmp"), library.with_suffix(f".{mark}.so.tmp")
+    partial = library.with_suffix(f".{mark}.so.tmp")
     try:
-        partial_text.write_text(source)
-        partial_text.replace(text_path)
+        write_atomically(text_path, source)
         includes = [f"-I{folder}" for folder in include_dirs]
         words = [*command, *includes, str(text_path), *flags, "-o", str(partial)]
         done = subprocess.run(
@@ -185,5 +194,4 @@ def _compile(
             )
         partial.replace(library)
     finally:
-        partial_text.unlink(missing_ok=True)
         partial.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from tileweave.codegen.lower import Lowered
 from tileweave.codegen.triton.emit import emit_module
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError
+from tileweave.native import write_atomically
 
 _loading = threading.Lock()
 
@@ -29,11 +30,9 @@ def write_source(lowered: Lowered, gpu: GpuConfig) -> Path:
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = knobs.cache_dir.get() / f"{lowered.program.name}_triton_{digest}.py"
     if not path.exists():
-        partial = path.with_suffix(f".{threading.get_ident()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text)
-            partial.replace(path)
+            write_atomically(path, text)
         except OSError as error:
             raise BuildError(
                 f"cannot write to the kernel cache {path.parent}: {error}; set TILEWEAVE_CACHE_DIR to a folder you own"
