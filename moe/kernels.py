@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from tileweave.compiler.trace import kernel
+from tileweave.errors import ConfigError
 from tileweave.moe.activations import ACTIVATIONS
 from tileweave.moe.routing import Plan
 from tileweave.primitives import language as tw
@@ -58,6 +60,11 @@ class Tiles:
     copy: int = 8192
 
 
+Returns: TypeAlias = Literal["pull", "push"]
+"""How results come back: `pull`, the tokens' ranks read them where the experts are; `push`, the experts' ranks send
+them, which also works where a rank cannot address a peer's memory, as between nodes."""
+
+
 @dataclass(frozen=True)
 class Ready:
     """Memory and the counters that tell when its parts are written."""
@@ -76,6 +83,7 @@ def moe_layer(
     shape: LayerShape,
     *,
     tiles: Tiles = Tiles(),
+    returns: Returns = "pull",
 ) -> None:
     """Dispatch, grouped GEMM with activation, grouped GEMM, combine: a whole MoE layer in one kernel.
 
@@ -83,9 +91,9 @@ def moe_layer(
     """
     received = dispatch(x, plan, shape, tiles)
     hidden = grouped_gemm_activation(received, weights, plan, shape, tiles)
-    results = grouped_gemm(hidden, weights, plan, shape, tiles)
+    results = grouped_gemm(hidden, weights, plan, shape, tiles, returns)
     shared = shared_expert(x, weights, shape, tiles)
-    combine(results, shared, topk_weights, plan, out, tiles)
+    combine(results, shared, topk_weights, plan, out, tiles, returns)
 
 
 @kernel
@@ -113,10 +121,11 @@ def gemm_combine(
     shape: LayerShape,
     *,
     tiles: Tiles = Tiles(),
+    returns: Returns = "pull",
 ) -> None:
     """The second half: `activations` `[num_rows, intermediate]` to the weighted sum `out` `[num_tokens, hidden]`."""
-    results = grouped_gemm(activations, weights, plan, shape, tiles)
-    combine(results, None, topk_weights, plan, out, tiles)
+    results = grouped_gemm(activations, weights, plan, shape, tiles, returns)
+    combine(results, None, topk_weights, plan, out, tiles, returns)
 
 
 def dispatch(x: Tensor, plan: Plan[Table], shape: LayerShape, tiles: Tiles) -> Ready:
@@ -185,16 +194,28 @@ def grouped_gemm_activation(
 
 
 def grouped_gemm(
-    activations: Ready | Tensor, weights: WeightSpecs, plan: Plan[Table], shape: LayerShape, tiles: Tiles
+    activations: Ready | Tensor,
+    weights: WeightSpecs,
+    plan: Plan[Table],
+    shape: LayerShape,
+    tiles: Tiles,
+    returns: Returns = "pull",
 ) -> Ready:
-    """`activations · downᵀ` for each expert's rows, kept at the expert's rank for the tokens' ranks to read.
+    """`activations · downᵀ` for each expert's rows, brought to where `combine` expects them.
 
-    Each tile tells every source rank how many of its rows it has finished in this column tile.
+    With `pull` they stay at the expert's rank, and each tile tells every source rank how many of its rows it has
+    finished in this column tile. With `push` a task of its own sends them.
     """
+    if returns not in get_args(Returns):
+        raise ConfigError(f"returns={returns!r}: expected one of {', '.join(get_args(Returns))}")
     hidden = int(weights.down.shape[1])
     source = activations.memory if isinstance(activations, Ready) else activations
     results = tw.symmetric("results", (shape.capacity, hidden), weights.down.dtype)
-    counters = tw.signals("result_rows", (tw.ceildiv(hidden, tiles.columns),))
+    columns_done = -(-hidden // tiles.columns)
+    if returns == "pull":
+        counters = tw.signals("result_rows", (columns_done,))
+    else:
+        counters = tw.signals("result_tiles", (shape.num_local_experts, row_tiles(shape.capacity, tiles)))
 
     @tw.task(grid=expert_grid(plan, shape, tiles, hidden))
     def down(expert: Expr, m: Expr, n: Expr) -> None:
@@ -205,13 +226,48 @@ def grouped_gemm(
         columns = tw.ds(n * tiles.columns, tiles.columns, stop=hidden)
         (value,) = linear(source, rows, weights.down, [(expert, columns)], tiles)
         tw.store(results, (rows, columns), add_bias(value, weights.down_bias, (expert, columns)))
+        if returns == "push":
+            tw.signal(counters, (expert, m))
+            return
         for peer in tw.range(tw.world_size()):
             begin = tw.maximum(plan.source_start[expert, peer], m * tiles.rows)
             end = tw.minimum(plan.source_start[expert, peer + 1], (m + 1) * tiles.rows)
             with tw.when(begin < end):
                 tw.signal(counters, n, end - begin, peer)
 
-    return Ready(results, counters)
+    done = Ready(results, counters)
+    return done if returns == "pull" else send_results(done, columns_done, plan, shape, tiles)
+
+
+def send_results(results: Ready, columns_done: int, plan: Plan[Table], shape: LayerShape, tiles: Tiles) -> Ready:
+    """Push finished rows back to the ranks of their tokens, in the order in which those ranks sent them.
+
+    One task handles the rows of one row tile of one expert that came from one rank: a contiguous block at both ends.
+    """
+    _, hidden = results.memory.shape
+    num_topk = int(plan.slot_place.shape[1])
+    returned = tw.symmetric("returned", (shape.max_tokens * num_topk, int(hidden)), results.memory.dtype)
+    counters = tw.signals("returned_rows", (1,))
+
+    def num_tiles(expert: Expr, peer: Expr) -> Expr:
+        first, stop = plan.source_start[expert, peer], plan.source_start[expert, peer + 1]
+        return tw.minimum(tw.ceildiv(stop, tiles.rows) - first // tiles.rows, stop - first)
+
+    @tw.task(grid={"expert": shape.num_local_experts, "peer": tw.world_size(), "m": num_tiles}, role="comm")
+    def send_results(expert: Expr, peer: Expr, m: Expr) -> None:
+        first, stop = plan.source_start[expert, peer], plan.source_start[expert, peer + 1]
+        tile = first // tiles.rows + m
+        begin, end = tw.maximum(tile * tiles.rows, first), tw.minimum((tile + 1) * tiles.rows, stop)
+        source, target = plan.expert_offsets[expert], plan.return_start[expert, peer] - first
+        tw.wait(results.counters, (expert, tile), columns_done)
+        columns = tw.ds(0, int(hidden))
+        tw.put(
+            returned, (tw.ds(target + begin, tiles.rows, stop=target + end), columns),
+            results.memory, (tw.ds(source + begin, tiles.rows, stop=source + end), columns), peer,
+        )  # fmt: skip
+        tw.signal(counters, 0, end - begin, peer)
+
+    return Ready(returned, counters)
 
 
 def shared_expert(x: Tensor, weights: WeightSpecs, shape: LayerShape, tiles: Tiles) -> Ready | None:
@@ -254,7 +310,13 @@ def shared_expert(x: Tensor, weights: WeightSpecs, shape: LayerShape, tiles: Til
 
 
 def combine(
-    results: Ready, shared: Ready | None, topk_weights: Tensor, plan: Plan[Table], out: Tensor, tiles: Tiles
+    results: Ready,
+    shared: Ready | None,
+    topk_weights: Tensor,
+    plan: Plan[Table],
+    out: Tensor,
+    tiles: Tiles,
+    returns: Returns = "pull",
 ) -> None:
     """`out[t]` = Σ over slots, in slot order and fp32, of weight · result row, plus the shared expert's row."""
     num_tokens, hidden = out.shape
@@ -265,12 +327,16 @@ def combine(
     def combine(n: Expr, t: Expr) -> None:
         tokens = tw.ds(t * tiles.tokens, tiles.tokens, stop=num_tokens)
         columns = tw.ds(n * tiles.columns, tiles.columns, stop=hidden)
-        tw.wait(results.counters, n, plan.num_slots[0])
+        tw.wait(results.counters, n if returns == "pull" else 0, plan.num_slots[0])
         total = tw.zeros((tiles.tokens, tiles.columns))
         for slot in tw.range(num_topk):
-            rows, peers = plan.slot_row.rows(tokens, slot), plan.slot_rank.rows(tokens, slot)
             weight = tw.load(topk_weights, (tokens, slot))
-            total += tw.gather(results.memory, (rows, columns), peers) * weight[:, None]
+            if returns == "pull":
+                rows, peers = plan.slot_row.rows(tokens, slot), plan.slot_rank.rows(tokens, slot)
+                part = tw.gather(results.memory, (rows, columns), peers)
+            else:
+                part = tw.gather(results.memory, (plan.slot_place.rows(tokens, slot), columns))
+            total += part * weight[:, None]
         if shared is not None:
             tw.wait(shared.counters, n, num_tokens)
             total += tw.load(shared.memory, (tokens, columns))

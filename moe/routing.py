@@ -73,9 +73,11 @@ class Plan(Generic[T]):
     `send_row` (first row inside the expert), `expert_start` (the expert's first row at its
     owner), each `[W, L]`; `send_token` `[num_tokens * num_topk]`, tokens by expert;
     `slot_rank` and `slot_row` `[num_tokens, num_topk]`, where each slot's row lives, −1 if unused;
+    `slot_place` `[num_tokens, num_topk]`, each slot's place among the rows sent, −1 if unused;
     `num_slots` `[1]`, used slots.
     Receive side (this rank's experts): `expert_offsets` `[L + 1]`; `source_start`
-    `[L, W + 1]`, rows of an expert before those of each source rank.
+    `[L, W + 1]`, rows of an expert before those of each source rank; `return_start` `[L, W]`,
+    the place among the rows that a source rank sent of its first row for an expert.
     """
 
     send_count: T
@@ -85,9 +87,11 @@ class Plan(Generic[T]):
     send_token: T
     slot_rank: T
     slot_row: T
+    slot_place: T
     num_slots: T
     expert_offsets: T
     source_start: T
+    return_start: T
 
     def named(self) -> dict[str, T]:
         """Field name → table."""
@@ -108,9 +112,11 @@ def plan_specs(placement: Placement, num_topk: int) -> Plan[Table]:
         send_token=Table(("num_slots_max",)),
         slot_rank=Table(("num_tokens", num_topk)),
         slot_row=Table(("num_tokens", num_topk)),
+        slot_place=Table(("num_tokens", num_topk)),
         num_slots=Table((1,)),
         expert_offsets=Table((most + 1,)),
         source_start=Table((most, world + 1)),
+        return_start=Table((most, world)),
     )
 
 
@@ -199,6 +205,8 @@ def plan_rank(
     slot_rank = np.full(flat.size, -1, dtype=np.int32)
     slot_row[order] = np.arange(len(order)) + (start_at_owner + earlier[rank] - send_start)[expert]
     slot_rank[order] = placement.owner[expert]
+    slot_place = np.full(flat.size, -1, dtype=np.int32)
+    slot_place[order] = np.arange(len(order))
     send_token = np.zeros(flat.size, dtype=np.int32)
     send_token[: len(order)] = order // max(topk_idx.shape[1], 1)
     own = placement.by_place(np.arange(placement.num_experts))[rank]
@@ -211,9 +219,11 @@ def plan_rank(
         send_token=send_token,
         slot_rank=slot_rank.reshape(topk_idx.shape),
         slot_row=slot_row.reshape(topk_idx.shape),
+        slot_place=slot_place.reshape(topk_idx.shape),
         num_slots=_int32(np.array([len(order)])),
         expert_offsets=_int32(np.concatenate(([0], np.cumsum(totals[rank])))),
         source_start=_int32(np.concatenate((np.zeros((1, len(own))), np.cumsum(by_source, axis=0))).T),
+        return_start=_int32((np.cumsum(counts, axis=1) - counts)[:, own].T),
     )
 
 

@@ -94,6 +94,19 @@ def test_sums_agree(drawn: tuple[list[Index], Placement]) -> None:
 
 @given(routings())
 @quick
+def test_a_row_goes_back_to_the_place_from_which_it_was_sent(drawn: tuple[list[Index], Placement]) -> None:
+    index, placement = drawn
+    plans = plan_all(index, placement)
+    for expert, source, slot, rank, row in slots(index, plans):
+        owner, local = plans[rank], placement.local[expert]
+        inside = row - int(owner.expert_offsets[local]) - int(owner.source_start[local, source])
+        assert plans[source].slot_place.ravel()[slot] == owner.return_start[local, source] + inside
+    for topk_idx, plan in zip(index, plans, strict=True):
+        assert ((plan.slot_place < 0) == (topk_idx < 0)).all()
+
+
+@given(routings())
+@quick
 def test_senders_list_their_tokens_by_expert(drawn: tuple[list[Index], Placement]) -> None:
     index, placement = drawn
     for topk_idx, plan in zip(index, plan_all(index, placement), strict=True):
