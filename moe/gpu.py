@@ -1,13 +1,19 @@
-"""Tile sizes with which the shipped kernels fit a GPU: no spilled register at the layers that `docs/gpu.md` lists."""
+"""The shipped kernels for a GPU: tile sizes with which they fit, and kernels compiled with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tileweave.compiler.config import GpuConfig
+from tileweave.codegen.compiled import CompiledKernel
+from tileweave.codegen.compiled import compile as compile_kernel
+from tileweave.compiler.config import Config, GpuConfig
 from tileweave.errors import ConfigError
-from tileweave.moe.kernels import Tiles
+from tileweave.moe.config import MoEConfig
+from tileweave.moe.kernels import LayerShape, Tiles, dispatch_gemm, gemm_combine, moe_layer
+from tileweave.moe.layer import layer_specs
+from tileweave.moe.routing import Placement
+from tileweave.primitives.memory import Tensor
 
 
 @dataclass(frozen=True)
@@ -18,11 +24,44 @@ class GpuDefaults:
     gpu: GpuConfig
 
 
+@dataclass(frozen=True)
+class Deployment:
+    """How a layer is used: ranks, most tokens that each brings, and workers (SMs) of each."""
+
+    world_size: int = 8
+    num_tokens: int = 4096
+    workers: int = 132
+
+
 # Gate and up each have `columns`, so the first product holds twice as many accumulators as the second.
 DEFAULTS: Mapping[str, GpuDefaults] = {
-    "sm_90": GpuDefaults(Tiles(128, 128, 64, 16, 64), GpuConfig(warps=8, stages=4, loads="tma")),
-    "sm_100": GpuDefaults(Tiles(128, 64, 64, 16, 64), GpuConfig(warps=8, stages=4, loads="pointers", registers=255)),
+    "sm_90": GpuDefaults(Tiles(128, 128, 64, 16, 64), GpuConfig(warps=8, stages=4, loads="tma", registers=255)),
+    "sm_100": GpuDefaults(Tiles(128, 64, 64, 32, 64), GpuConfig(warps=8, stages=4, loads="pointers", registers=255)),
 }
+
+
+def compile_layer(model: MoEConfig, arch: str, group: Deployment) -> list[CompiledKernel]:
+    """`moe_layer`, `dispatch_gemm` and `gemm_combine` of `model` with the defaults of `arch`, ready to emit or build.
+
+    Raises:
+        ConfigError: the architecture is unknown.
+    """
+    defaults = gpu_defaults(arch)
+    placement = Placement.contiguous(model.num_experts, group.world_size)
+    # The most rows that a rank can receive: every token of every rank, in as many slots as the rank has experts.
+    capacity = group.world_size * group.num_tokens * min(model.num_topk, placement.max_local)
+    shape = LayerShape(placement.max_local, capacity, group.num_tokens, model.activation, model.gated)
+    x, topk_weights, weights, plan, out = layer_specs(model, placement)
+    activations = Tensor(("num_rows", model.intermediate), model.dtype)
+    config = Config(workers=group.workers, gpu=defaults.gpu, tunables={"tiles": defaults.tiles})
+    return [
+        compile_kernel(kernel, *specs, shape, world_size=group.world_size, backend="triton", config=config)
+        for kernel, specs in (
+            (moe_layer, (x, topk_weights, weights, plan, out)),
+            (dispatch_gemm, (x, weights, plan, activations)),
+            (gemm_combine, (activations, topk_weights, weights, plan, out)),
+        )
+    ]
 
 
 def gpu_defaults(arch: str) -> GpuDefaults:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tileweave.codegen.lower import Lowered
-from tileweave.codegen.triton.source import load_kernel
+from tileweave.codegen.report import KernelReport, SourceLines, report_of_cubin
+from tileweave.codegen.triton.source import load_kernel, write_source
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError, ConfigError
 
@@ -28,6 +30,15 @@ class Binary:
     ptx: str
     cubin: bytes
     shared_bytes: int
+    lines: SourceLines
+
+    def report(self) -> KernelReport:
+        """Registers, spills and instructions, for all and for each task.
+
+        Raises:
+            BuildError: no disassembler.
+        """
+        return replace(report_of_cubin(self.cubin, self.name, self.lines), shared_bytes=self.shared_bytes)
 
 
 def build(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
@@ -56,7 +67,26 @@ def build(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
         raise BuildError(f"kernel '{name}' does not fit {arch}: {error}; use smaller tiles or stages") from error
     except Exception as error:
         raise BuildError(f"Triton refused kernel '{lowered.program.name}' for {arch}: {_first_line(error)}") from error
-    return Binary(lowered.program.name, arch, compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared)
+    return Binary(
+        lowered.program.name, arch, compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared,
+        _source_lines(lowered, write_source(lowered, gpu)),
+    )  # fmt: skip
+
+
+def _source_lines(lowered: Lowered, path: Path) -> SourceLines:
+    """Where each task's function stands in the emitted module: from its `def` to the line before the next."""
+    rows = path.read_text().splitlines()
+    starts = {name: number for number, row in enumerate(rows, 1) if (name := _defined(row)) is not None}
+    ends = {
+        number: min((n for n in starts.values() if n > number), default=len(rows) + 1) - 1 for number in starts.values()
+    }
+    tasks = {t.task.name: starts[f"run_{t.task.name}"] for t in lowered.tasks}
+    return SourceLines(path.name, {name: (first, ends[first]) for name, first in tasks.items()})
+
+
+def _defined(row: str) -> str | None:
+    found = re.match(r"def (\w+)\(", row)
+    return None if found is None else found.group(1)
 
 
 def compile_options(gpu: GpuConfig) -> dict[str, int]:

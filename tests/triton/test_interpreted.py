@@ -12,9 +12,16 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = set(
-    "moe_layer dispatch_gemm gemm_combine linear_norm ring all_gather_gemm gemm_reduce_scatter gpt_oss_experts".split()
-)
+KERNELS = {
+    "moe_layer",
+    "dispatch_gemm",
+    "gemm_combine",
+    "linear_norm",
+    "ring",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "gpt_oss_experts",
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

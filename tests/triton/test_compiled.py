@@ -1,0 +1,114 @@
+"""Shipped kernels as machine code: what the compiler says of them, without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import tileweave as tw
+from tileweave.compiler.config import GpuConfig
+
+pytest.importorskip("triton")
+
+from tileweave.codegen.report import KernelReport
+from tileweave.codegen.triton.build import build
+from tileweave.moe.gpu import Deployment, compile_layer
+from tileweave.moe.models import MODELS
+from tileweave.primitives.ops import Order, Scope
+
+GEMMS = {"gate_up", "down"}
+
+
+def reports(model: str, arch: str) -> list[KernelReport]:
+    kernels = compile_layer(MODELS[model], arch, Deployment())
+    found = [build(kernel.lowered, kernel.config.gpu, arch).report() for kernel in kernels]
+    for report in found:
+        figures = f"{report.registers} registers, {report.spilled_bytes} spilled, {report.shared_bytes} shared bytes"
+        print(f"{arch} {model} {report.name}: {figures}")  # the table, with `pytest -s`
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_of_published_models(model: str, arch: str) -> None:
+    """No spilled byte, matrix instructions in every product, wide loads in every copy."""
+    for report in reports(model, arch):
+        assert report.spilled_bytes == 0
+        assert report.instructions.spills == 0
+        for task, instructions in report.tasks.items():
+            if task in GEMMS:
+                assert instructions.matrix > 0, f"{task} has no matrix instruction"
+                assert instructions.tma > 0 or 16 in instructions.copies, f"{task} loads no wide tile"
+            else:
+                assert instructions.matrix == 0
+        if "dispatch" in report.tasks:
+            assert 16 in report.tasks["dispatch"].loads
+            assert set(report.tasks["dispatch"].stores) == {16}
+
+
+def handshake(release: Order, acquire: Order, scope: Scope) -> tw.CompiledKernel:
+    """One rank sends a row, tells its peer, and the peer waits."""
+
+    @tw.kernel
+    def exchange(x: tw.Tensor, out: tw.Tensor) -> None:
+        box, full = tw.symmetric("box", (64,)), tw.signals("full", (1,))
+
+        @tw.task(grid={}, role="comm")
+        def send() -> None:
+            tw.remote_store(box, tw.ds(0, 64), tw.load(x, tw.ds(0, 64)), 1 - tw.rank())
+            tw.signal(full, 0, 1, 1 - tw.rank(), order=release, scope=scope)
+
+        @tw.task(grid={})
+        def receive() -> None:
+            tw.wait(full, 0, 1, order=acquire, scope=scope)
+            tw.store(out, tw.ds(0, 64), tw.load(box, tw.ds(0, 64)))
+
+    return tw.compile(exchange, tw.Tensor((64,)), tw.Tensor((64,)), world_size=2, backend="triton")
+
+
+def ptx(release: Order = Order.RELEASE, acquire: Order = Order.ACQUIRE, scope: Scope = Scope.SYSTEM) -> str:
+    return build(handshake(release, acquire, scope).lowered, GpuConfig(), "sm_90").ptx
+
+
+def count(text: str, *words: str) -> int:
+    """Instructions whose dotted name holds all of `words`."""
+    names = [word.split(".") for word in re.findall(r"\b(?:red|ld|atom)\.[\w.]+", text)]
+    return sum(set(words) <= set(name) for name in names)
+
+
+def test_signals_release_and_waits_acquire() -> None:
+    """The entry of a launch signals and waits too: so it is the difference that counts."""
+    strong, weak_signal, weak_wait = ptx(), ptx(release=Order.RELAXED), ptx(acquire=Order.RELAXED)
+    assert count(strong, "release", "sys") == count(weak_signal, "release", "sys") + 1
+    assert count(strong, "acquire", "sys") == count(weak_signal, "acquire", "sys")
+    assert count(strong, "acquire", "sys") > count(weak_wait, "acquire", "sys")
+    assert count(strong, "release", "sys") == count(weak_wait, "release", "sys")
+
+
+def test_scopes() -> None:
+    wide, narrow = ptx(), ptx(scope=Scope.GPU)
+    assert count(wide, "release", "gpu") == 0
+    assert count(narrow, "release", "gpu") == 1
+    assert count(narrow, "release", "sys") == count(wide, "release", "sys") - 1
+    assert count(narrow, "acquire", "gpu") > count(wide, "acquire", "gpu")
+
+
+def test_a_barrier_stands_before_every_release() -> None:
+    """All threads' stores come before the one thread that signals."""
+    lines = [line.strip() for line in ptx().splitlines()]
+    for number, line in enumerate(lines):
+        if count(line, "release", "sys"):
+            before = next(text for text in reversed(lines[:number]) if text.startswith(("bar.sync", "st.global")))
+            assert before.startswith("bar.sync")
+
+
+def test_asynchronous_copies_are_fenced() -> None:
+    """Reads by the tensor memory accelerator come after the wait that guards them, and a release before them."""
+    kernel = compile_layer(MODELS["Qwen3-30B-A3B"], "sm_90", Deployment())[0]
+    fenced = build(kernel.lowered, kernel.config.gpu, "sm_90").ptx
+    plain = build(kernel.lowered, GpuConfig(loads="pointers"), "sm_90").ptx
+    assert "cp.async.bulk.tensor" in fenced
+    assert fenced.count("fence.proxy.async.global") >= 2
+    assert "cp.async.bulk.tensor" not in plain
+    assert "fence.proxy.async.global" not in plain
