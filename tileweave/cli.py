@@ -32,6 +32,17 @@ class Emit(str, Enum):
     graph = "graph"
     schedule = "schedule"
     c = "c"
+    triton = "triton"
+    ptx = "ptx"
+    sass = "sass"
+    report = "report"
+
+
+class Arch(str, Enum):
+    """Architectures of GPUs to compile for."""
+
+    sm_90 = "sm_90"
+    sm_100 = "sm_100"
 
 
 class DType(str, Enum):
@@ -104,7 +115,7 @@ def demo(  # noqa: PLR0913, PLR0917  (one parameter an option)
 
 
 @app.command()
-def compile(  # noqa: A001  (the command's name)
+def compile(  # noqa: A001, PLR0913, PLR0917  (the command's name; one parameter an option)
     kernel: Annotated[
         str, typer.Argument(metavar="FILE.py:KERNEL", help="A kernel of a file, or MODULE:KERNEL of a dotted module.")
     ],
@@ -114,23 +125,28 @@ def compile(  # noqa: A001  (the command's name)
         Optional[int],  # noqa: UP045
         typer.Option(min=1, max=64, help="Ranks; needs cases(world_size).  [default: 2]", show_default=False),
     ] = None,
-    workers: Annotated[Optional[int], typer.Option(min=1, max=64, help="Workers a rank.")] = None,  # noqa: UP045
+    workers: Annotated[Optional[int], typer.Option(min=1, max=1024, help="Workers a rank.")] = None,  # noqa: UP045
     comm_workers: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=0, max=63, help="Workers of a rank that only communicate."),
+        typer.Option(min=0, max=1023, help="Workers of a rank that only communicate."),
     ] = None,
     order: Annotated[Optional[str], typer.Option(help="Name of an order.")] = None,  # noqa: UP045
     queue: Annotated[Optional[Queue], typer.Option(help="Kind of queues.")] = None,  # noqa: UP045
+    arch: Annotated[Arch, typer.Option(help="GPU that ptx, sass and report are for; none need be here.")] = Arch.sm_90,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="A kernel of tileweave.moe for this model's layer, such as DeepSeek-V3."),
+    ] = None,
 ) -> None:
-    """Compile a kernel and print its program, tile graph, schedule or C source.
+    """Compile a kernel and print its program, tile graph, schedule, source, or what a GPU's compiler makes of it.
 
     The kernel's file says with which arguments: `def cases(world_size: int) -> list[tw.Case]`.
     """
     with reported_errors():
-        from tileweave.commands.compile import Overrides, run_compile
+        from tileweave.commands.compile import Overrides, Request, run_compile
 
         changes = Overrides(workers, comm_workers, order, None if queue is None else queue.value)
-        run_compile(kernel, emit.value, json, world_size, changes)
+        run_compile(Request(kernel, emit.value, arch.value, world_size, model), changes, json)
 
 
 @bench_app.command("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,28 @@ def test_json_into_a_folder_that_cannot_be_made(kernel_file: Path) -> None:
     result = run(f"{kernel_file}:double", "--json", kernel_file / "x.json")
     assert result.exit_code == 1
     assert "error: cannot write " in result.stderr
+
+
+def test_a_model_for_a_gpu() -> None:
+    pytest.importorskip("triton")
+    where = ("tileweave.moe.kernels:moe_layer", "--model", "gpt-oss-120b")
+    lines = run(*where, "--emit", "report", "--arch", "sm_100").stdout.splitlines()
+    assert lines[0] == "moe_layer for sm_100 through triton"
+    assert re.fullmatch(r"  \d+ registers a thread, 0 bytes spilled, [\d,]+ bytes of shared memory", lines[1])
+    assert lines[2] == "  8 warps, 4 stages, 1 worker an SM"
+    assert [line.split()[0] for line in lines[4:8]] == ["dispatch", "gate_up", "down", "combine"]
+    assert ".target sm_90a" in run(*where, "--emit", "ptx").stdout
+    assert "HGMMA" in run(*where, "--emit", "sass").stdout
+    assert "def run_gate_up(" in run(*where, "--emit", "triton").stdout
+
+
+def test_a_model_that_is_not_known() -> None:
+    result = run("tileweave.moe.kernels:moe_layer", "--model", "gpt-9", "--emit", "report")
+    assert result.exit_code == 1
+    assert "model 'gpt-9' is unknown; use one of Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral-8x7B" in result.stderr
+
+
+def test_a_model_has_no_routing() -> None:
+    result = run("tileweave.moe.kernels:moe_layer", "--model", "Mixtral-8x7B", "--emit", "graph")
+    assert result.exit_code == 1
+    assert "--emit graph needs a routing, which --model does not give; leave --model out" in result.stderr

@@ -1,4 +1,4 @@
-"""`tileweave compile FILE.py:KERNEL`: a kernel's program, tile graph, schedule or C source."""
+"""`tileweave compile FILE.py:KERNEL`: a kernel's program, tile graph, schedule, source or machine code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
+from tileweave.codegen.backends import BACKENDS
 from tileweave.codegen.case import Case
 from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.compiled import compile as compile_kernel
+from tileweave.codegen.gpu_text import TEXTS, Target, binary_text
 from tileweave.commands.output import write_json
 from tileweave.compiler.config import Config
 from tileweave.compiler.passes import Analysis
@@ -47,23 +49,31 @@ class Overrides:
         return dataclasses.replace(config, **given)
 
 
-def run_compile(
-    target: str, emit: str, json_path: Path | None, world_size: int | None, changes: Overrides
-) -> dict[str, Any]:
-    """Print what `emit` asks for; the figures.
+@dataclass(frozen=True)
+class Request:
+    """What to compile and what to show of it: `target` names a kernel, `model` the layer that it is compiled for."""
+
+    target: str
+    emit: str
+    arch: str = "sm_90"
+    world_size: int | None = None
+    model: str | None = None
+
+
+def run_compile(request: Request, changes: Overrides, json_path: Path | None) -> dict[str, Any]:
+    """Print what the request asks for; the figures.
 
     Raises:
         ArgumentError: `target` names no kernel that has a case.
         TileweaveError: the kernel does not compile, or fails a check.
     """
-    case = find_case(target, world_size)
-    kernel = compile_kernel(
-        case.kernel, *case.specs, world_size=case.world_size, config=changes.apply(case.config)
-    )  # fmt: skip
+    case = find_case(request.target, request.world_size) if request.model is None else None
+    kernel = _for_model(request, changes) if case is None else _of_case(case, changes)
+    emit = request.emit
     figures: dict[str, Any] = {
         "kernel": kernel.kernel.name,
         "emit": emit,
-        "world_size": case.world_size,
+        "world_size": kernel.program.world_size,
         "config": {name: getattr(kernel.config, name) for name in ("workers", "comm_workers", "order", "queue")},
         "tunables": {name: repr(value) for name, value in kernel.config.tunables.items()},
         "program_key": program_key(kernel.program),
@@ -72,10 +82,12 @@ def run_compile(
     }
     analysis = None
     if emit in ("graph", "schedule"):
+        if case is None:
+            raise ArgumentError(f"--emit {emit} needs a routing, which --model does not give; leave --model out")
         with Console(stderr=True).status("derive and check the tile graph"):
             analysis = kernel.analyse(list(case.arguments))
         figures["graph"] = _graph_figures(analysis)
-    text = _text(kernel, analysis, emit)
+    text = _text(kernel, analysis, request)
     sys.stdout.write(text)  # as it is: no wrapping, so that it can be piped into a file
     write_json(json_path, "compile", {**figures, "text": text})
     return figures
@@ -177,10 +189,35 @@ def _graph_figures(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _text(kernel: CompiledKernel, analysis: Analysis | None, emit: str) -> str:
+def _of_case(case: Case, changes: Overrides) -> CompiledKernel:
+    return compile_kernel(
+        case.kernel, *case.specs, world_size=case.world_size, config=changes.apply(case.config)
+    )  # fmt: skip
+
+
+def _for_model(request: Request, changes: Overrides) -> CompiledKernel:
+    """A kernel of `tileweave.moe` for the layer of a published model, with the tiles of an architecture."""
+    from tileweave.moe.gpu import Deployment, compile_layer
+    from tileweave.moe.models import model
+
+    kernels = compile_layer(model(request.model or ""), request.arch, Deployment(request.world_size or 8))
+    name = request.target.rpartition(":")[2]
+    for kernel in kernels:
+        if kernel.kernel.name == name:
+            config = changes.apply(kernel.config)
+            world_size = kernel.program.world_size
+            return compile_kernel(kernel.kernel, *kernel.specs, world_size=world_size, backend="triton", config=config)
+    names = ", ".join(kernel.kernel.name for kernel in kernels)
+    raise ArgumentError(f"--model compiles {names}; got {request.target!r}")
+
+
+def _text(kernel: CompiledKernel, analysis: Analysis | None, request: Request) -> str:
+    emit = request.emit
     if emit == "program":
         return print_program(kernel.program)
-    if emit == "c":
-        return kernel.source("c")
+    if emit in BACKENDS:
+        return kernel.source(emit)
+    if emit in TEXTS:
+        return binary_text(emit, Target(kernel.lowered, kernel.config.gpu, request.arch), "triton")
     assert analysis is not None
     return str(analysis.graph if emit == "graph" else analysis.queues)
