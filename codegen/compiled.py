@@ -24,6 +24,7 @@ from tileweave.compiler.printer import print_program, program_key
 from tileweave.compiler.program import Program
 from tileweave.compiler.regions import Routing, check_shape
 from tileweave.compiler.schedule import Queues, Schedule
+from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, flatten, holds_memory
 from tileweave.errors import ArgumentError, ConfigError, GroupError, PeerError
 from tileweave.primitives.group import Group, current_group
@@ -246,7 +247,7 @@ def compile(  # noqa: A001  (the name users expect: tw.compile)
     kernel: Kernel,
     *specs: object,
     world_size: int = 1,
-    topology: None = None,
+    topology: Topology | None = None,
     target: Literal["cpu"] = "cpu",
     backend: BackendName = "c",
     config: Config | None = None,
@@ -260,23 +261,23 @@ def compile(  # noqa: A001  (the name users expect: tw.compile)
         world_size: number of ranks.
         backend: `c`, the engine of a machine without a GPU, or `triton`, which runs on CPU ranks in Triton's
             interpreter (set TRITON_INTERPRET=1).
-        topology, target, sync: only the values shown exist so far.
+        topology: how ranks are spread over nodes; by default all are on one. Between nodes, tiles that send run in
+            a companion kernel beside the megakernel.
+        target, sync: only the values shown exist so far.
         config: workers, order, queue and tunables; the default is one worker.
 
     Raises:
         TraceError, VerifyError: the kernel is not valid; with the user's line.
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or the topology has another number of ranks.
+        CompileError: a task reaches peers in a way that cannot cross the nodes of `topology`.
     """
-    if target != "cpu" or topology is not None or sync != "explicit":
-        raise ConfigError(
-            f"target={target!r}, topology={topology!r}, sync={sync!r}: this version has target='cpu', "
-            "topology=None, sync='explicit'"
-        )
+    if target != "cpu" or sync != "explicit":
+        raise ConfigError(f"target={target!r}, sync={sync!r}: this version has target='cpu', sync='explicit'")
     _known(backend)
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: expected at least 1")
     chosen = config or Config()
-    program, schedule = compile_program(kernel, specs, world_size, chosen)
+    program, schedule = compile_program(kernel, specs, world_size, chosen, topology)
     return CompiledKernel(kernel, specs, program, schedule, chosen, backend)
 
 

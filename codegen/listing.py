@@ -65,15 +65,17 @@ def list_tiles(lowered: Lowered, bound: Bound, capacity: int) -> Listing:
     lists = [_tiles_of(task.task, bound, capacity) for task in lowered.tasks]
     entries = torch.zeros((len(schedule.lanes), capacity, ENTRY_WORDS), dtype=torch.int32, device=bound.device)
     counts, most = [], torch.stack([tiles.count for tiles in lists]).amax()
-    for number, lane in enumerate(schedule.lanes):
-        members = [n for n, task in enumerate(lowered.tasks) if task.task.role in lane.roles]
+    lane_of = [schedule.lane_of(n, task.task.role) for n, task in enumerate(lowered.tasks)]
+    for number in range(len(schedule.lanes)):
+        members = [n for n, lane in enumerate(lane_of) if not isinstance(lane, Const) or lane.value == number]
         if not members:
             counts.append(torch.zeros((), dtype=torch.int64, device=bound.device))
             continue
         keys = [[_evaluate(k, lists[n].indices, bound, capacity) for k in schedule.keys[n]] for n in members]
         columns = [torch.cat(parts) for parts in zip(*keys, strict=True)]
         rows = torch.cat([lists[n].rows(n) for n in members])
-        valid = torch.cat([lists[n].valid for n in members])
+        here = [_evaluate(lane_of[n], lists[n].indices, bound, capacity) == number for n in members]
+        valid = torch.cat([lists[n].valid & mine for n, mine in zip(members, here, strict=True)])
         order = torch.argsort(columns[-1], stable=True)
         for column in reversed(columns[:-1]):
             order = order[torch.argsort(column[order], stable=True)]

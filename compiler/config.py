@@ -63,6 +63,7 @@ class Config:
     Args:
         workers: workers (threads, SMs) a rank.
         comm_workers: how many of them run only `comm` and `relay` tasks; 0 = all run everything.
+        companion_workers: further workers a rank for sends to other nodes, where there are any.
         order: name of an order of `compiler/order.py`.
         queue: `static` deals tiles to workers before the launch, `dynamic` lets workers take
             the next tile from one atomic counter a lane.
@@ -75,6 +76,7 @@ class Config:
 
     workers: int = 1
     comm_workers: int = 0
+    companion_workers: int = 4
     order: str = "sends_first"
     queue: QueueKind = "static"
     gpu: GpuConfig = GpuConfig()
@@ -88,6 +90,8 @@ class Config:
                 f"Config.comm_workers={self.comm_workers} of workers={self.workers}: expected 0 to "
                 f"{self.workers - 1}, so that at least one worker computes"
             )
+        if not 1 <= self.companion_workers <= MAX_WORKERS:
+            raise ConfigError(f"Config.companion_workers={self.companion_workers}: expected 1 to {MAX_WORKERS}")
         if self.queue not in ("static", "dynamic"):
             raise ConfigError(f"Config.queue={self.queue!r}: expected 'static' or 'dynamic'")
         object.__setattr__(self, "tunables", Tunables(self.tunables))

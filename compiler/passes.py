@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tileweave.compiler.companion import check_nodes, split_off_node
 from tileweave.compiler.config import Config
 from tileweave.compiler.graph import Graph, build_graph
 from tileweave.compiler.program import Program
 from tileweave.compiler.races import check_ordered
 from tileweave.compiler.regions import Regions, Routing, bind, regions
 from tileweave.compiler.schedule import Queues, Schedule, build_queues, build_schedule, check_progress
+from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, trace
 from tileweave.compiler.verify import verify
 
@@ -26,24 +28,28 @@ class Analysis:
 
 
 def compile_program(
-    kernel: Kernel, specs: tuple[object, ...], world_size: int, config: Config
+    kernel: Kernel, specs: tuple[object, ...], world_size: int, config: Config, topology: Topology | None = None
 ) -> tuple[Program, Schedule]:
-    """The passes that need no routing: trace → verify → schedule keys."""
+    """The passes that need no routing: trace → verify → schedule keys → companion. One node if no topology is given."""
     program = trace(kernel, specs, world_size, config.tunables)
     verify(program)
-    return program, build_schedule(program, config)
+    nodes = topology or Topology.one_node(world_size)
+    nodes.check(world_size)
+    return program, split_off_node(build_schedule(program, config), program, nodes, config.companion_workers)
 
 
 def analyse(program: Program, schedule: Schedule, arguments: Sequence[Mapping[str, Any]] | Routing) -> Analysis:
-    """The passes over real tiles: regions → graph (with signals matched) → queues → progress → races.
+    """The passes over real tiles: regions → graph (with signals matched) → queues → nodes → progress → races.
 
     Raises:
         BoundsError, SignalMismatchError, DeadlockError, RaceError: with the tiles at fault.
+        CompileError: a tile is in the lane of the wrong kernel.
     """
     routing = arguments if isinstance(arguments, Routing) else bind(program, arguments)
     tiles = regions(program, routing)
     graph = build_graph(tiles)
     queues = build_queues(schedule, tiles)
+    check_nodes(queues)
     check_progress(graph, queues)
     check_ordered(graph)
     return Analysis(tiles, graph, queues)

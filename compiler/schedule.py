@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -21,42 +22,58 @@ from tileweave.compiler.graph import Graph
 from tileweave.compiler.order import Key, keys_of
 from tileweave.compiler.program import Program
 from tileweave.compiler.regions import Regions
+from tileweave.compiler.topology import Topology
 from tileweave.errors import DeadlockError, SourceLocation
-from tileweave.primitives.expr import IntArray, evaluate
+from tileweave.primitives.expr import Const, Expr, IntArray, evaluate
 from tileweave.primitives.ops import ROLES, Role
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A queue: the roles whose tiles it holds and the workers that serve it."""
+    """A queue: the roles whose tiles it holds, the workers that serve it, and the kernel that they are programs of."""
 
     name: str
     roles: tuple[Role, ...]
     workers: tuple[int, ...]
+    kernel: Literal["megakernel", "companion"] = "megakernel"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lanes, the kind of their queues, and a sort key for each task (`order` names where the keys come from)."""
+    """Lanes, the kind of their queues, and a sort key for each task (`order` names where the keys come from).
+
+    `off_node` says for each task which of its tiles are the companion's, as a condition on the tile.
+    """
 
     lanes: tuple[Lane, ...]
     queue: QueueKind
     order: str
     keys: tuple[Key, ...]
+    topology: Topology
+    off_node: tuple[Expr, ...]
 
     @property
     def num_workers(self) -> int:
         """Workers of all lanes."""
         return sum(len(lane.workers) for lane in self.lanes)
 
-    def lane_of(self, role: Role) -> int:
-        """Index of the lane that runs `role`."""
-        return next(n for n, lane in enumerate(self.lanes) if role in lane.roles)
+    def lanes_of(self, kernel: str) -> list[tuple[int, Lane]]:
+        """The lanes that a kernel serves, with their indices."""
+        return [(n, lane) for n, lane in enumerate(self.lanes) if lane.kernel == kernel]
+
+    def lane_of(self, number: int, role: Role) -> Expr:
+        """Index of the lane that runs a tile of task `number`, as a scalar of the tile."""
+        own = next(n for n, lane in enumerate(self.lanes) if role in lane.roles)
+        companion = len(self.lanes) - 1
+        return own + self.off_node[number] * (companion - own)
 
 
 def initial_schedule(program: Program) -> Schedule:
     """One worker, one static queue, program order."""
-    return Schedule((Lane("all", ROLES, (0,)),), "static", "program", keys_of(program, "program"))
+    lanes = (Lane("all", ROLES, (0,)),)
+    together = (Const(0),) * len(program.tasks)
+    one_node = Topology.one_node(program.world_size)
+    return Schedule(lanes, "static", "program", keys_of(program, "program"), one_node, together)
 
 
 def reorder(schedule: Schedule, program: Program, order: str) -> Schedule:
@@ -134,7 +151,7 @@ def build_queues(schedule: Schedule, regions: Regions) -> Queues:
         parts = [evaluate(schedule.keys[i.task][column], i.env) for i in regions.instances]
         columns.append(np.concatenate(parts))
     lane = np.concatenate(
-        [np.full(i.count, schedule.lane_of(regions.program.tasks[i.task].role)) for i in regions.instances]
+        [evaluate(schedule.lane_of(i.task, regions.program.tasks[i.task].role), i.env) for i in regions.instances]
     )
     rank = regions.tile_ranks()
     tile = np.arange(regions.num_tiles, dtype=np.int64)
@@ -244,13 +261,20 @@ def _cycle(edges: Edges, inside: set[int]) -> list[int]:
 def print_schedule(schedule: Schedule, program: Program) -> str:
     """Lanes and keys."""
     lines = [f"schedule of {program.name}: order {schedule.order}, {schedule.queue} queues"]
-    lines += [
-        f"  lane {lane.name}: roles {' '.join(lane.roles)}; workers {' '.join(map(str, lane.workers))}"
-        for lane in schedule.lanes
-    ]
+    for lane in schedule.lanes:
+        workers = " ".join(map(str, lane.workers))
+        if lane.kernel == "companion":
+            lines.append(f"  lane {lane.name}: {_off_node(schedule, program)}; workers {workers} of a companion kernel")
+        else:
+            lines.append(f"  lane {lane.name}: roles {' '.join(lane.roles)}; workers {workers}")
     for task, key in zip(program.tasks, schedule.keys, strict=True):
         lines.append(f"  key {task.name}: ({', '.join(map(str, key))})")
     return "\n".join(lines) + "\n"
+
+
+def _off_node(schedule: Schedule, program: Program) -> str:
+    parts = zip(program.tasks, schedule.off_node, strict=True)
+    return ", ".join(f"{task.name} where {away}" for task, away in parts if away != Const(0))
 
 
 def print_queues(queues: Queues, limit: int = 12) -> str:

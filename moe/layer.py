@@ -17,6 +17,7 @@ from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.codegen.trace import TraceEvent
 from tileweave.compiler.config import Config
+from tileweave.compiler.topology import Topology
 from tileweave.errors import ArgumentError
 from tileweave.moe.config import ExpertWeights, MoEConfig, random_weights
 from tileweave.moe.kernels import LayerShape, WeightSpecs, moe_layer
@@ -65,6 +66,7 @@ class MoELayer(nn.Module):
         config: sizes and kind.
         group: the ranks; the current group by default.
         run: workers, order and queue; by default the cores of the host shared among its ranks.
+        topology: how ranks are spread over nodes, by default all on one. Between nodes results are pushed.
         renormalize: make the router's weights of a token sum to one.
         capacity: most rows that a rank may receive in a forward; by default memory grows as needed.
         seed: of the weights, whose values do not depend on the number of ranks.
@@ -76,6 +78,7 @@ class MoELayer(nn.Module):
         group: Group | None = None,
         *,
         run: Config | None = None,
+        topology: Topology | None = None,
         renormalize: bool = True,
         capacity: int | None = None,
         seed: int = 0,
@@ -84,6 +87,8 @@ class MoELayer(nn.Module):
         self.config = config
         self.group = group or current_group()
         self.run_config = run or default_run_config(self.group)
+        self.topology = topology or Topology.one_node(self.group.world_size)
+        self.topology.check(self.group.world_size)
         self.placement = Placement.contiguous(config.num_experts, self.group.world_size)
         if capacity is not None and capacity < 1:
             raise ArgumentError(f"capacity is {capacity}; expected at least 1 row, or None to grow memory as needed")
@@ -190,7 +195,8 @@ class MoELayer(nn.Module):
         if self._alike:
             return
         renormalize = self.router is not None and self.router.renormalize
-        own = f"{self.config}, {self.run_config}, renormalize={renormalize}, capacity={self._fixed_rows}"
+        own = f"{self.config}, {self.run_config}, {self.topology}, renormalize={renormalize}, "
+        own += f"capacity={self._fixed_rows}"
         every = self.group.all_gather_object(own)
         for rank, other in enumerate(every):
             if other != every[0]:
@@ -249,7 +255,8 @@ class MoELayer(nn.Module):
 
     def compiled(self) -> CompiledKernel:
         """The kernel that the layer runs at its present capacity."""
-        return compile_layer(self.config, self.placement.world_size, self._shape(), self.run_config)
+        world_size = self.placement.world_size
+        return compile_layer(self.config, world_size, self._shape(), self.run_config, self.topology)
 
 
 def default_run_config(group: Group) -> Config:
@@ -258,10 +265,16 @@ def default_run_config(group: Group) -> Config:
 
 
 @lru_cache(maxsize=64)
-def compile_layer(config: MoEConfig, world_size: int, shape: LayerShape, run: Config) -> CompiledKernel:
+def compile_layer(
+    config: MoEConfig, world_size: int, shape: LayerShape, run: Config, topology: Topology | None = None
+) -> CompiledKernel:
     """The layer kernel for one shape; the same one for equal arguments, so layers of a model share it."""
     placement = Placement.contiguous(config.num_experts, world_size)
-    return compile_kernel(moe_layer, *layer_specs(config, placement), shape, world_size=world_size, config=run)
+    if topology is not None and topology.nodes > 1:  # a rank cannot read the memory of another node
+        run = replace(run, tunables={"returns": "push", **run.tunables})
+    return compile_kernel(
+        moe_layer, *layer_specs(config, placement), shape, world_size=world_size, topology=topology, config=run
+    )
 
 
 def layer_specs(config: MoEConfig, placement: Placement) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tileweave import errors
 from tileweave.compiler.config import Config
+from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, kernel
 from tileweave.primitives import tilelink
 from tileweave.primitives.dtypes import bfloat16, float32, int32
@@ -92,9 +93,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Case", "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table",
-    "Tensor", "Tile", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast", "ceildiv",
-    "compile", "current_group", "dot", "ds", "erf", "errors", "exp", "fence", "float32", "full", "gather", "get",
-    "init", "int32", "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range",
+    "Tensor", "Tile", "Topology", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast",
+    "ceildiv", "compile", "current_group", "dot", "ds", "erf", "errors", "exp", "fence", "float32", "full", "gather",
+    "get", "init", "int32", "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range",
     "rank", "remote_load", "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals", "spawn",
     "sqrt", "store", "sum", "symmetric", "tanh", "task", "tilelink", "wait", "when", "workspace", "world_size",
     "zeros",

@@ -113,7 +113,7 @@ def _list_tiles(lowered: Lowered) -> str:
     scalar = Scalars()
     lines: list[str] = []
     for task, key in zip(lowered.tasks, lowered.schedule.keys, strict=True):
-        lane = lowered.schedule.lane_of(task.task.role)
+        lane = scalar(lowered.schedule.lane_of(task.number, task.task.role))
         lines.append(f"    /* {task.task.name}, {place(task.task.location)} */")
         for depth, dim in enumerate(task.task.grid):
             name = identifier(dim.name)
@@ -147,11 +147,11 @@ def _list_tiles(lowered: Lowered) -> str:
 
 
 def _scalar_bindings(lowered: Lowered) -> Iterator[str]:
-    """Tables and dynamic dimensions that grids and keys read."""
+    """Tables and dynamic dimensions that grids, keys and the choice of a lane read."""
     program = lowered.program
     read: set[Expr] = set()
-    for task, key in zip(program.tasks, lowered.schedule.keys, strict=True):
-        for scalar_expr in (*(d.extent for d in task.grid), *key):
+    for task, key, off_node in zip(program.tasks, lowered.schedule.keys, lowered.schedule.off_node, strict=True):
+        for scalar_expr in (*(d.extent for d in task.grid), *key, off_node):
             read.update(walk(scalar_expr))
     tables = {e.table for e in read if isinstance(e, TableRead)}
     dims = {e.name for e in read if isinstance(e, Dim)}

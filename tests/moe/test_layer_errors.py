@@ -13,6 +13,7 @@ import torch
 from tests.moe.layers import LIMITS, Inputs, random_inputs, reference, relative_error
 from tests.moe.test_layer_values import PLAIN
 from tileweave.compiler.config import Config
+from tileweave.compiler.topology import Topology
 from tileweave.errors import ArgumentError, GroupError, PeerError
 from tileweave.moe.config import MoEConfig
 from tileweave.moe.layer import MoELayer, compile_layer
@@ -239,7 +240,7 @@ def test_ranks_that_made_different_layers(virtual: Virtual, name: str) -> None:
         )
 
     def text(config: MoEConfig, run: Config, renormalize: bool = True, capacity: int | None = None) -> str:
-        return f"{config}, {run}, renormalize={renormalize}, capacity={capacity}"
+        return f"{config}, {run}, {Topology.one_node(3)}, renormalize={renormalize}, capacity={capacity}"
 
     expected = (
         "ArgumentError: the ranks made different layers; every rank must pass the same arguments\n"
