@@ -20,7 +20,7 @@ from tileweave.primitives.ops import Task
 ENTRY_WORDS = 1 + MAX_GRID_DIMS
 """int32 words of a queue entry: task number and four grid indices."""
 
-_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
+TORCH_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -139,5 +139,5 @@ def _evaluate(expr: Expr, indices: Mapping[Expr, torch.Tensor], bound: Bound, ca
         return table.reshape(-1)[at.clamp(0, table.numel() - 1)].long()
     assert isinstance(expr, Binary), f"no torch reading for {type(expr).__name__}"
     lhs, rhs = (_evaluate(side, indices, bound, capacity) for side in (expr.lhs, expr.rhs))
-    result: torch.Tensor = _OPERATORS[expr.op](lhs, rhs)
+    result: torch.Tensor = TORCH_OPERATORS[expr.op](lhs, rhs)
     return result

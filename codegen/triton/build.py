@@ -14,6 +14,7 @@ from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError, ConfigError
 
 ARCHITECTURES = ("sm_90", "sm_100")
+MAX_SHARED_BYTES = 227 * 1024  # of one worker on either architecture
 # How the megakernel's parameters are passed; in the order of the emitted signature.
 SIGNATURE = {
     "memory": "*i64", "dims": "*i64", "heap": "*i64", "queue": "*i32", "counts": "*i32", "cursor": "*i32",
@@ -62,11 +63,13 @@ def build(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about defaults of the next Triton
             compiled = triton.compile(source, target=target, options=compile_options(gpu))
-    except triton.runtime.errors.OutOfResources as error:
-        name = lowered.program.name
-        raise BuildError(f"kernel '{name}' does not fit {arch}: {error}; use smaller tiles or stages") from error
     except Exception as error:
         raise BuildError(f"Triton refused kernel '{lowered.program.name}' for {arch}: {_first_line(error)}") from error
+    if compiled.metadata.shared > MAX_SHARED_BYTES:
+        raise BuildError(
+            f"kernel '{lowered.program.name}' needs {compiled.metadata.shared:,} bytes of shared memory, but a worker on "
+            f"{arch} can have {MAX_SHARED_BYTES:,}; use smaller tiles or fewer stages"
+        )
     return Binary(
         lowered.program.name, arch, compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared,
         _source_lines(lowered, write_source(lowered, gpu)),

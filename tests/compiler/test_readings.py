@@ -9,7 +9,11 @@ import pytest
 from tileweave.codegen.c.functions import C_FUNCTIONS
 from tileweave.codegen.c.ops import EMIT
 from tileweave.codegen.c.scalars import BINARY
+from tileweave.codegen.listing import TORCH_OPERATORS
 from tileweave.codegen.reference.ops import MEANING
+from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
+from tileweave.codegen.triton.ops import EMIT as TRITON_EMIT
+from tileweave.codegen.triton.scalars import BINARY as TRITON_BINARY
 from tileweave.compiler.bounds import INTERVALS
 from tileweave.compiler.cost import COSTS
 from tileweave.compiler.printer import PRINTED
@@ -27,6 +31,7 @@ OP_READINGS: Mapping[str, Mapping[type[Op], object]] = {
     "printed": PRINTED,
     "reference": MEANING,
     "c": EMIT,
+    "triton": TRITON_EMIT,
 }
 
 
@@ -39,12 +44,21 @@ def test_op_classes_are_all_ops() -> None:
     assert set(op_classes()) == ALL_OPS
 
 
-@pytest.mark.parametrize("table", [BINARY, INTERVALS], ids=["c", "intervals"])
-def test_every_operator_has_the_reading(table: Mapping[str, object]) -> None:
-    assert set(table) == set(OPERATORS)
+OPERATOR_READINGS: Mapping[str, Mapping[str, object]] = {
+    "intervals": INTERVALS,
+    "torch": TORCH_OPERATORS,
+    "c": BINARY,
+    "triton": TRITON_BINARY,
+}
 
 
-def test_every_function_has_c_text() -> None:
-    assert set(C_FUNCTIONS) == set(FUNCTIONS)
+@pytest.mark.parametrize("reading", sorted(OPERATOR_READINGS))
+def test_every_operator_has_the_reading(reading: str) -> None:
+    assert set(OPERATOR_READINGS[reading]) == set(OPERATORS)
+
+
+@pytest.mark.parametrize("texts", [C_FUNCTIONS, TRITON_FUNCTIONS], ids=["c", "triton"])
+def test_every_function_has_the_text(texts: Mapping[str, str]) -> None:
+    assert set(texts) == set(FUNCTIONS)
     for name, function in FUNCTIONS.items():
-        assert C_FUNCTIONS[name].count("{}") == function.arity
+        assert texts[name].count("{}") == function.arity
