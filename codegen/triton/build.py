@@ -65,13 +65,14 @@ def build(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
             compiled = triton.compile(source, target=target, options=compile_options(gpu))
     except Exception as error:
         raise BuildError(f"Triton refused kernel '{lowered.program.name}' for {arch}: {_first_line(error)}") from error
-    if compiled.metadata.shared > MAX_SHARED_BYTES:
+    shared_bytes = compiled.metadata.shared
+    if shared_bytes > MAX_SHARED_BYTES:
         raise BuildError(
-            f"kernel '{lowered.program.name}' needs {compiled.metadata.shared:,} bytes of shared memory, but a worker on "
-            f"{arch} can have {MAX_SHARED_BYTES:,}; use smaller tiles or fewer stages"
+            f"kernel '{lowered.program.name}' needs {shared_bytes:,} bytes of shared memory, but a worker on {arch} "
+            f"can have {MAX_SHARED_BYTES:,}; use smaller tiles or fewer stages"
         )
     return Binary(
-        lowered.program.name, arch, compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared,
+        lowered.program.name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes,
         _source_lines(lowered, write_source(lowered, gpu)),
     )  # fmt: skip
 
