@@ -1,0 +1,21 @@
+"""The targets, and the one error of a machine without TileLang."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal, TypeAlias
+
+from tileweave.errors import BuildError
+
+Target: TypeAlias = Literal["c", "cuda"]
+"""`c` runs on CPU ranks, in fp32; `cuda` is for sm_90a, in bfloat16."""
+
+
+def require_tilelang() -> None:
+    """Raise unless TileLang can be imported.
+
+    Raises:
+        BuildError: it is not installed.
+    """
+    if importlib.util.find_spec("tilelang") is None:
+        raise BuildError("the TileLang backend needs TileLang 0.1.15 or later; run: pip install 'tileweave[gpu]'")
