@@ -66,6 +66,17 @@ def dot(a, b, total):
 
 
 @triton.jit
+def round_to_bf16(x):
+    """fp32 rounded to the nearest bfloat16, ties to even."""
+    if INTERPRETED:  # the interpreter cuts off
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        is_number = x == x  # noqa: PLR0124  (false of NaN)
+        x = tl.where(is_number, rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
 def failed(state):
     """Whether some wait of this rank has given up."""
     return tl.load(state + _FAILED, volatile=True)
@@ -120,8 +131,8 @@ def proxy_fence():
 
 
 @triton.jit
-def enter(heap, rank, world: tl.constexpr, entered_at: tl.constexpr, launch):
-    """Tell every rank that this one has entered its launch, and wait until all have.
+def enter(heap, rank, world: tl.constexpr, near: tl.constexpr, entered_at: tl.constexpr, launch):
+    """Tell the `near` ranks of this node that this one has entered its launch, and wait until all `world` have.
 
     So no rank writes into buffers that a slower one still reads in the launch before.
     """
@@ -129,8 +140,9 @@ def enter(heap, rank, world: tl.constexpr, entered_at: tl.constexpr, launch):
     epoch = tl.load(state + _EPOCH)
     if world > 1:
         if worker == 0:
-            for peer in range(world):
-                signal(pointer(address(heap, peer), tl.int64) + entered_at, 1, "release", "sys")
+            first = rank // near * near
+            for peer in range(near):
+                signal(pointer(address(heap, first + peer), tl.int64) + entered_at, 1, "release", "sys")
         own = pointer(address(heap, rank), tl.int64) + entered_at
         wait(own, epoch * world, launch, -1, 0, "acquire", "sys")
     return epoch

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from tileweave.codegen.gemm import gemm_loop
 from tileweave.codegen.layout import COUNTER_BYTES
 from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
+from tileweave.codegen.triton.network import emit_put, emit_signal
 from tileweave.codegen.triton.tma import descriptors, load_text
-from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter, Tile, literal, locate
+from tileweave.codegen.triton.writer import TaskWriter, Tile, literal, locate
 from tileweave.primitives.dtypes import int32
-from tileweave.primitives.expr import Binary, Const, Expr
+from tileweave.primitives.expr import Binary, Const, Expr, Rank
 from tileweave.primitives.memory import Rows, Signal, Slice
 from tileweave.primitives.ops import (
     Cast,
@@ -65,13 +66,13 @@ def _store(writer: TaskWriter, op: Store) -> None:
         if op.value.extents[axis] not in (item.extent, Const(item.size)) and (mask := writer.inside(op.value, axis))
     ]
     place = locate(writer, Tile(op.memory, op.index, op.peer, op.value), masks)
-    name = writer.value(op.value)
-    value = name if op.value.dtype == op.memory.dtype else f"{name}.to({TRITON_TYPES[op.memory.dtype]})"
+    value = writer.rounded(op.value, op.memory.dtype)
     writer.line(f"tl.store({place.pointer}, {value}{place.masked})")
 
 
 def _copy(writer: TaskWriter, op: Copy) -> None:
-    raise AssertionError(f"copies are expanded before text is written, but one reached {type(writer).__name__}: {op}")
+    assert writer.network is not None, f"copies are expanded before text is written, but for puts between nodes: {op}"
+    emit_put(writer, writer.network, op)
 
 
 def _fill(writer: TaskWriter, op: Fill) -> None:
@@ -110,7 +111,7 @@ def _elementwise(writer: TaskWriter, op: Elementwise) -> None:
 
 def _cast(writer: TaskWriter, op: Cast) -> None:
     writer.note(op)
-    _assign(writer, op.result, f"{writer.value(op.value)}.to({TRITON_TYPES[op.result.dtype]})")
+    _assign(writer, op.result, writer.rounded(op.value, op.result.dtype))
 
 
 def _expand(writer: TaskWriter, op: Expand) -> None:
@@ -151,6 +152,9 @@ def _counter(writer: TaskWriter, signal: Signal, index: tuple[Expr, ...], peer: 
 
 
 def _signal(writer: TaskWriter, op: SignalOp) -> None:
+    if writer.network is not None and op.peer not in (None, Rank()):
+        emit_signal(writer, writer.network, op)
+        return
     writer.note(op)
     peer = "rank" if op.peer is None else writer.scalar(op.peer)
     counter = _counter(writer, op.signal, op.index, peer)
@@ -207,7 +211,7 @@ def _guard(writer: TaskWriter, conditions: list[Expr], body: tuple[Op, ...]) -> 
     if not conditions:
         emit_body(writer, body)
         return
-    with writer.block(f"if {writer.scalar(conditions[0])}:"):
+    with writer.block(f"if {writer.scalar.truth(conditions[0])}:"):
         _guard(writer, conditions[1:], body)
 
 

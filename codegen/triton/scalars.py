@@ -25,13 +25,18 @@ BINARY: Mapping[str, str] = {
     "and": "({} & {})",
     "or": "({} | {})",
 }
+# These give a truth value, which Triton does no arithmetic with.
+TRUTHS = frozenset({"lt", "le", "eq", "ne", "and", "or"})
 # Where neither side can be negative, Triton's own operators, which round towards zero, agree with the language's.
 UNSIGNED: Mapping[str, str] = {"floordiv": "({} // {})", "mod": "({} % {})"}
 
 _TAKEN = frozenset(
-    {*keyword.kwlist, *dir(__builtins__), "tl", "triton", "rank", "launch", "zero", "site", "device", "task", "here"}
-)
-_GENERATED = re.compile(r"[a-z]\d+|(rows|cols)\d+|run_.*|.*_ptr")
+    {
+        *keyword.kwlist, *dir(__builtins__), "tl", "triton", "rank", "launch", "zero", "site", "device", "task", "here",
+        "stage", "put", "put_now", "put_signal", "quiet", "signal_peer",
+    }
+)  # fmt: skip
+_GENERATED = re.compile(r"[a-z]\d+|(rows|cols)\d+|run_.*|send_.*|.*_ptr")
 
 
 def identifier(name: str) -> str:
@@ -63,10 +68,19 @@ class Scalars:
         if isinstance(expr, TableRead):
             return f"tl.load({identifier(expr.table)} + {self.linear(expr.indices, expr.shape)})"
         assert isinstance(expr, Binary), f"no Triton text for {type(expr).__name__}"
+        if expr.op in TRUTHS:
+            return f"tl.cast({self.truth(expr)}, tl.int32)"
         form = BINARY[expr.op]
         if expr.op in UNSIGNED and interval(expr.lhs)[0] >= 0 and interval(expr.rhs)[0] >= 0:
             form = UNSIGNED[expr.op]
         return form.format(self(expr.lhs), self(expr.rhs))
+
+    def truth(self, expr: Expr) -> str:
+        """Whether `expr` is not 0, as a condition."""
+        if isinstance(expr, Binary) and expr.op in TRUTHS:
+            side = self.truth if expr.op in ("and", "or") else self
+            return BINARY[expr.op].format(side(expr.lhs), side(expr.rhs))
+        return f"({self(expr)} != 0)"
 
     def linear(self, indices: Sequence[Expr], shape: tuple[Expr, ...]) -> str:
         """Row-major offset of `indices` in an array of `shape`, in parentheses."""

