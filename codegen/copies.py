@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tileweave.primitives.dtypes import DType
@@ -28,18 +28,18 @@ from tileweave.primitives.ops import (
 _CHUNKS = (16, 512)
 
 
-def expand_copies(task: Task) -> Task:
-    """`task` with each bulk copy as loops over tiles.
+def expand_copies(task: Task, keep: Callable[[Copy], bool] = lambda _: False) -> Task:
+    """`task` with each bulk copy, but those to `keep`, as loops over tiles.
 
     Before: `copy box[0 +: 7, 0 +: 2048] @ 1 = x[0 +: 7, 0 +: 2048]`
     After:  `for i in 0 .. 7 step 16: for j in 0 .. 2048 step 512: store box[…] @ 1 = load x[…]`
     """
-    if not any(isinstance(op, Copy) for op in walk(task.body)):
+    if not any(isinstance(op, Copy) and not keep(op) for op in walk(task.body)):
         return task
     ids = [value.id for op in walk(task.body) if (value := result(op)) is not None]
     loops = [op.index.id for op in walk(task.body) if isinstance(op, For)]
     fresh = _Fresh(max(ids, default=-1) + 1, max(loops, default=-1) + 1)
-    return replace(task, body=_expand(task.body, fresh))
+    return replace(task, body=_expand(task.body, fresh, keep))
 
 
 class _Fresh:
@@ -57,13 +57,13 @@ class _Fresh:
         return LoopIndex(self._loop)
 
 
-def _expand(body: tuple[Op, ...], fresh: _Fresh) -> tuple[Op, ...]:
+def _expand(body: tuple[Op, ...], fresh: _Fresh, keep: Callable[[Copy], bool]) -> tuple[Op, ...]:
     ops: list[Op] = []
     for op in body:
-        if isinstance(op, Copy):
+        if isinstance(op, Copy) and not keep(op):
             ops += _tiled(op, fresh)
         elif isinstance(op, (For, When)):
-            ops.append(replace(op, body=_expand(op.body, fresh)))
+            ops.append(replace(op, body=_expand(op.body, fresh, keep)))
         else:
             ops.append(op)
     return tuple(ops)

@@ -58,14 +58,14 @@ def symmetric_segment(program: Program) -> Segment:
         offsets[memory.name] = at
         lines.append(f"{memory.name} {_times(memory)} x {memory.dtype.itemsize_bytes} = {size:,}")
         used += size
-        at = _align(at + size)
+        at = aligned(at + size)
     first = at
     for counters in program.signals:
         size = num_elements(counters) * COUNTER_BYTES
         offsets[counters.name] = at
         lines.append(f"{counters.name} {_times(counters)} x {COUNTER_BYTES} x {COUNTER_SETS} = {COUNTER_SETS * size:,}")
         used += COUNTER_SETS * size
-        at = _align(at + size)
+        at = aligned(at + size)
     one_set = at - first
     total = max(first + COUNTER_SETS * one_set, ALIGNMENT_BYTES)
     if total > used:
@@ -77,5 +77,6 @@ def _times(memory: Memory) -> str:
     return " x ".join(str(size) for size in memory.shape)
 
 
-def _align(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
+    """`size_bytes` rounded up to the alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.report import KernelReport, SourceLines, report_of_cubin
+from tileweave.codegen.triton.persistent import companion_name
 from tileweave.codegen.triton.source import load_kernel, write_source
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError, ConfigError
 
 ARCHITECTURES = ("sm_90", "sm_100")
+COMPANION_WARPS = 8
 MAX_SHARED_BYTES = 227 * 1024  # of one worker on either architecture
-# How the megakernel's parameters are passed; in the order of the emitted signature.
+# How the parameters of both kernels are passed; in the order of the emitted signature.
 SIGNATURE = {
     "memory": "*i64", "dims": "*i64", "heap": "*i64", "queue": "*i32", "counts": "*i32", "cursor": "*i32",
     "state": "*i64", "first_rank": "i32", "capacity": "i32", "limit": "i64", "zero": "i32",
@@ -24,7 +29,7 @@ SIGNATURE = {
 
 @dataclass(frozen=True)
 class Binary:
-    """A megakernel compiled by Triton: `ptx` text, `cubin` bytes, shared memory of a worker in bytes."""
+    """A kernel compiled by Triton: `ptx` text, `cubin` bytes, shared memory of a worker in bytes."""
 
     name: str
     arch: str
@@ -49,43 +54,94 @@ def build(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
         ConfigError: the architecture is unknown.
         BuildError: Triton is missing, runs as an interpreter, or refuses the kernel.
     """
+    kernel = _Kernel(lowered.program.name, {t.task.name: f"run_{t.task.name}" for t in lowered.tasks})
+    return _compile(lowered, gpu, arch, kernel, compile_options(gpu))
+
+
+def build_companion(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
+    """Compile the companion kernel of `lowered` for `arch` and link it with NVSHMEM. Takes about 20 s.
+
+    Raises:
+        ConfigError: the architecture is unknown, or the kernel has no companion.
+        BuildError: Triton or NVSHMEM is missing, or Triton runs as an interpreter or refuses the kernel.
+    """
+    if lowered.companion is None:
+        name, topology = lowered.program.name, lowered.schedule.topology
+        raise ConfigError(f"kernel '{name}' has no companion: nothing leaves a node of topology '{topology.name}'")
+    libraries = {"libnvshmem_device": str(nvshmem_library(arch))}
+    options = {"num_warps": COMPANION_WARPS, "extern_libs": libraries}
+    kernel = _Kernel(companion_name(lowered), {t.task.name: f"send_{t.task.name}" for t in lowered.companion.tasks})
+    return _compile(lowered, gpu, arch, kernel, options)
+
+
+def nvshmem_library(arch: str) -> Path:
+    """NVSHMEM's device bitcode for `arch`.
+
+    Raises:
+        BuildError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        found = None
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    for folder in folders:
+        path = Path(folder) / "lib" / f"libnvshmem_device_{arch}.bc"
+        if path.is_file():
+            return path
+    raise BuildError(
+        f"sends between nodes need NVSHMEM's device code for {arch}; run: pip install 'nvidia-nvshmem-cu13>=3.8'"
+    )
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One kernel of an emitted module, and the function of each of its tasks."""
+
+    name: str
+    functions: Mapping[str, str]
+
+
+def _compile(lowered: Lowered, gpu: GpuConfig, arch: str, made: _Kernel, options: Mapping[str, Any]) -> Binary:
+    name = made.name
     if arch not in ARCHITECTURES:
         raise ConfigError(f"arch={arch!r}: expected one of {', '.join(ARCHITECTURES)}")
-    kernel = load_kernel(lowered, gpu)
+    kernel = load_kernel(lowered, gpu, name)
     import triton
     from triton.backends.compiler import GPUTarget
 
     if triton.knobs.runtime.interpret:
         raise BuildError("Triton compiles nothing while it interprets; unset TRITON_INTERPRET and start again")
-    source = triton.compiler.ASTSource(kernel, {name: SIGNATURE[name] for name in kernel.arg_names}, {}, {})
+    path = write_source(lowered, gpu)
+    source = triton.compiler.ASTSource(kernel, {each: SIGNATURE[each] for each in kernel.arg_names}, {}, {})
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), triton.knobs.cache.scope():
             warnings.simplefilter("ignore", UserWarning)  # about defaults of the next Triton
-            compiled = triton.compile(source, target=target, options=compile_options(gpu))
+            # A folder a module: Triton would find the same kernel of another module, whose line numbers differ.
+            triton.knobs.cache.dir = str(path.with_suffix(""))
+            compiled = triton.compile(source, target=target, options=dict(options))
     except Exception as error:
-        raise BuildError(f"Triton refused kernel '{lowered.program.name}' for {arch}: {_first_line(error)}") from error
+        raise BuildError(f"Triton refused kernel '{name}' for {arch}: {_first_line(error)}") from error
     shared_bytes = compiled.metadata.shared
     if shared_bytes > MAX_SHARED_BYTES:
         raise BuildError(
-            f"kernel '{lowered.program.name}' needs {shared_bytes:,} bytes of shared memory, but a worker on {arch} "
+            f"kernel '{name}' needs {shared_bytes:,} bytes of shared memory, but a worker on {arch} "
             f"can have {MAX_SHARED_BYTES:,}; use smaller tiles or fewer stages"
         )
-    return Binary(
-        lowered.program.name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes,
-        _source_lines(lowered, write_source(lowered, gpu)),
-    )  # fmt: skip
+    lines = _source_lines(made.functions, path)
+    return Binary(name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes, lines)
 
 
-def _source_lines(lowered: Lowered, path: Path) -> SourceLines:
+def _source_lines(functions: Mapping[str, str], path: Path) -> SourceLines:
     """Where each task's function stands in the emitted module: from its `def` to the line before the next."""
     rows = path.read_text().splitlines()
     starts = {name: number for number, row in enumerate(rows, 1) if (name := _defined(row)) is not None}
     ends = {
         number: min((n for n in starts.values() if n > number), default=len(rows) + 1) - 1 for number in starts.values()
     }
-    tasks = {t.task.name: starts[f"run_{t.task.name}"] for t in lowered.tasks}
-    return SourceLines(path.name, {name: (first, ends[first]) for name, first in tasks.items()})
+    tasks = {task: starts[function] for task, function in functions.items()}
+    return SourceLines(path.name, {task: (first, ends[first]) for task, first in tasks.items()})
 
 
 def _defined(row: str) -> str | None:

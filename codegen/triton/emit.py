@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from tileweave.codegen.common import common_scalars
 from tileweave.codegen.copies import expand_copies
-from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
-from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered, LoweredTask, used_memories
+from tileweave.codegen.lower import Companion, Lowered, used_memories
+from tileweave.codegen.triton.network import network_of, stage_bindings
 from tileweave.codegen.triton.ops import emit_body
+from tileweave.codegen.triton.persistent import TASK_PARAMETERS, companion_kernel, megakernel
 from tileweave.codegen.triton.scalars import Scalars, identifier
 from tileweave.codegen.triton.shapes import block_shapes
 from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter, element_offset
@@ -20,10 +21,15 @@ from tileweave.primitives.expr import Const, Expr, Index
 from tileweave.primitives.memory import Memory, Signal, Symmetric, Table
 from tileweave.primitives.ops import Cast, Expand, Load, Task, Transpose, walk
 
+_COMPANION_IMPORTS = (
+    "from tileweave.codegen.triton.nvshmem import enter_off_node, put, put_now, put_signal, quiet, signal_peer",
+)
+
 
 def emit_module(lowered: Lowered, gpu: GpuConfig) -> str:
     """Python source of `lowered` for Triton 3.6 and later."""
-    schedule = lowered.schedule
+    schedule, companion = lowered.schedule, lowered.companion
+    tma = gpu.loads == "tma"
     parts = [
         f'"""{lowered.program.name} for {lowered.program.world_size} ranks: {schedule.order}, {schedule.queue} queues.',
         "",
@@ -34,32 +40,42 @@ def emit_module(lowered: Lowered, gpu: GpuConfig) -> str:
         "import triton.language as tl",
         "",
         "from tileweave.codegen.triton.device import (",
-        "    address, clear, dot, enter, failed, fence, floordiv, floormod, pointer, proxy_fence, round_to_bf16, signal,",
-        "    tanh, wait,",
+        "    address, clear, dot, enter, failed, fence, floordiv, floormod, pointer, proxy_fence, round_to_bf16,",
+        "    signal, tanh, wait,",
         ")",
+        *(_COMPANION_IMPORTS if companion else ()),
         "",
         f"STAGES = tl.constexpr({gpu.stages})  # of main loops",
         "",
-        *(_task_function(lowered, task, tma=gpu.loads == "tma") for task in lowered.tasks),
-        _megakernel(lowered),
+        *(_task_function(lowered, expand_copies(task.task), tma=tma) for task in lowered.tasks),
+        megakernel(lowered),
     ]
+    if companion:
+        parts += ["", *(_task_function(lowered, task.task, companion) for task in companion.tasks)]
+        parts.append(companion_kernel(lowered, companion))
     return "\n".join(parts) + "\n"
 
 
-def _task_function(lowered: Lowered, lowered_task: LoweredTask, *, tma: bool) -> str:
-    task = expand_copies(lowered_task.task)
+def _task_function(lowered: Lowered, task: Task, companion: Companion | None = None, *, tma: bool = False) -> str:
+    """The function of one task, in the megakernel or in its companion."""
     names_of = {e: f"s{n}" for n, e in enumerate(common_scalars(task))}
-    writer = TaskWriter(lowered, block_shapes(task), _zero_filled(task), Scalars(names_of), _known(task), tma)
+    network = network_of(companion, task) if companion else None
+    writer = TaskWriter(lowered, block_shapes(task), _zero_filled(task), Scalars(names_of), _known(task), tma, network)
     emit_body(writer, task.body)
     body = "\n".join(writer.lines)
     spelled = [f"    {name} = {writer.scalar.spelled(e)}" for e, name in names_of.items()]
     grid = "".join(f", {identifier(d)}" for d in task.dims)
+    name, parameters = f"run_{task.name}", TASK_PARAMETERS
+    bindings = list(_bindings(lowered, task, "\n".join([*spelled, body])))
+    if companion:
+        name, parameters = f"send_{task.name}", f"{TASK_PARAMETERS}, stage"
+        bindings += stage_bindings(companion, task)
     head = [
         "",
         "@triton.jit",
-        f"def run_{task.name}(memory, dims, heap, counters, launch, rank, zero{grid}):",
+        f"def {name}({parameters}{grid}):",
         f'    """{task.name}, {task.role}: {place(task.location)}"""',
-        *(f"    {line}" for line in _bindings(lowered, task, "\n".join([*spelled, body]))),
+        *(f"    {line}" for line in bindings),
     ]
     return "\n".join([*head, *spelled, body, ""])
 
@@ -96,62 +112,3 @@ def _base(lowered: Lowered, memory: Memory, number: int) -> str:
     if isinstance(memory, Symmetric):
         return f"pointer(address(heap, rank), {dtype}) + {element_offset(lowered.segment, memory)}"
     return f"pointer(address(memory, {number}), {dtype})"
-
-
-def _megakernel(lowered: Lowered) -> str:
-    program, schedule, segment = lowered.program, lowered.schedule, lowered.segment
-    lanes = len(schedule.lanes)
-    first_word, set_words = (n // COUNTER_BYTES for n in (segment.counters_offset_bytes, segment.counter_set_bytes))
-    lines = [
-        "",
-        "@triton.jit",
-        f"def {program.name}(memory, dims, heap, queue, counts, cursor, state, first_rank, capacity, limit, zero):",
-        f'    """Persistent kernel: {schedule.num_workers} programs a rank serve its lanes of tiles."""',
-        f"    here = tl.program_id(0) // {schedule.num_workers}",
-        f"    worker = tl.program_id(0) % {schedule.num_workers}",
-        "    rank = first_rank + here",
-        f"    memory += here * {len(program.memories)}",
-        f"    dims += here * {max(len(program.dims), 1)}",
-        "    state += here * 8",
-        *(f"    {line}" for line in _choose_lane(lowered)),
-        "    launch = (state, worker, -1, limit)",
-        f"    epoch = enter(heap, rank, {program.world_size}, {segment.entered_offset_bytes // COUNTER_BYTES}, launch)",
-        f"    counters = epoch % {COUNTER_SETS} * {set_words}",
-        "    if worker == 0:  # the launch before used the other set of counters",
-        f"        stale = {first_word} + (epoch + 1) % {COUNTER_SETS} * {set_words}",
-        f"        clear(pointer(address(heap, rank), tl.int64) + stale, {set_words})",
-        f"    lane += here * {lanes}",
-        "    count = tl.load(counts + lane)",
-        *(f"    {line}" for line in _first(lowered)),
-        "    while (position < count) & (failed(state) == 0):",
-        f"        entry = queue + (tl.cast(lane, tl.int64) * capacity + position) * {MAX_GRID_DIMS + 1}",
-        "        task = tl.load(entry)",
-        *(f"        e{n} = tl.load(entry + {n + 1})" for n in range(MAX_GRID_DIMS)),
-        "        launch = (state, worker, position, limit)",
-    ]
-    for lowered_task in lowered.tasks:
-        indices = "".join(f", e{n}" for n in range(len(lowered_task.task.dims)))
-        lines += [
-            f"        if task == {lowered_task.number}:",
-            f"            run_{lowered_task.task.name}(memory, dims, heap, counters, launch, rank, zero{indices})",
-        ]
-    step = "tl.atomic_add(cursor + lane, 1)" if schedule.queue == "dynamic" else "position + step"
-    return "\n".join([*lines, f"        position = {step}"])
-
-
-def _choose_lane(lowered: Lowered) -> list[str]:
-    """The lane that a worker serves, its place among the lane's workers, and their number."""
-    lanes = lowered.schedule.lanes
-    if len(lanes) == 1:
-        return ["lane = 0", "place = worker", f"step = {len(lanes[0].workers)}"]
-    assert len(lanes) == 2, "a schedule has a lane for all workers, or one for communication and one for computing"
-    first, second = (len(lane.workers) for lane in lanes)
-    return [
-        f"lane = (worker >= {first}).to(tl.int32)  # {lanes[0].name}, then {lanes[1].name}",
-        f"place = worker - lane * {first}",
-        f"step = tl.where(lane == 0, {first}, {second})",
-    ]
-
-
-def _first(lowered: Lowered) -> list[str]:
-    return ["position = tl.atomic_add(cursor + lane, 1)" if lowered.schedule.queue == "dynamic" else "position = place"]

@@ -45,8 +45,13 @@ class TritonKernel:
 
         Raises:
             BuildError: no Triton, or the ranks are on the CPU and Triton is not in its interpreter.
-            ConfigError: more workers than the interpreter can run side by side.
+            ConfigError: more workers than the interpreter can run side by side, or ranks on several nodes.
         """
+        if lowered.companion is not None:
+            raise ConfigError(
+                f"kernel '{lowered.program.name}' sends between nodes (topology '{lowered.schedule.topology.name}'), "
+                "which this version compiles for Triton but does not launch; use backend='c' on CPU ranks"
+            )
         self.lowered, self.ranks, self.gpu = lowered, ranks, gpu
         self._kernel = load_kernel(lowered, gpu)
         if ranks.device.type == "cpu":

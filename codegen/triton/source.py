@@ -40,14 +40,14 @@ def write_source(lowered: Lowered, gpu: GpuConfig) -> Path:
     return path
 
 
-def load_kernel(lowered: Lowered, gpu: GpuConfig) -> Any:
-    """The megakernel of `lowered`, a `triton.jit` function.
+def load_kernel(lowered: Lowered, gpu: GpuConfig, name: str | None = None) -> Any:
+    """The megakernel of `lowered`, or the kernel of another name beside it: a `triton.jit` function.
 
     Raises:
         BuildError: Triton is not installed, or the cache folder cannot be written.
     """
     require_triton()
-    return getattr(_load(write_source(lowered, gpu)), lowered.program.name)
+    return getattr(_load(write_source(lowered, gpu)), name or lowered.program.name)
 
 
 def _load(path: Path) -> ModuleType:
