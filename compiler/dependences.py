@@ -1,4 +1,4 @@
-"""Data dependences through one memory: who must come before whom because they touch the same cells.
+"""Data dependences through one memory: who comes before whom because they touch the same cells.
 
 Boxes are cut along all their boundaries to elementary cells; cells that the same nodes
 use in the same way are one; and a cell links its writers to its readers through a hub.
@@ -21,7 +21,7 @@ from tileweave.primitives.expr import IntArray
 class _Uses:
     """Uses of memory cells, one row a (cell class, node, kind), in the order that the kernel means.
 
-    Neighbours with equal `group` `[num_uses, 2]` (task, and grid position if they write) are one phase.
+    Neighbours with equal `group` `[num_uses, 2]` (task, and moment if they write) are one phase.
     """
 
     cell: IntArray
@@ -34,8 +34,8 @@ class _Uses:
 class Dependences:
     """Edges through one memory; its hubs are numbered up to `next_hub`.
 
-    `clash` are two segments that write the same cell at the same point of the kernel's
-    order, if there are any: then nothing says who comes first.
+    `clash` are two segments that write the same cell at the same moment, if there are any:
+    then nothing says who comes first.
     """
 
     edges: Edges
@@ -43,10 +43,10 @@ class Dependences:
     clash: tuple[int, int] | None
 
 
-def data_edges(regions: Regions, segments: Segments, boxes: Boxes, first: int) -> Dependences:
-    """Dependences through one memory, in the order in which the kernel declares its tasks."""
-    uses = _cell_uses(regions, segments, boxes)
-    # A phase is a run of reads of one cell by one task, or of writes by one grid position of it.
+def data_edges(regions: Regions, segments: Segments, boxes: Boxes, moments: IntArray, first: int) -> Dependences:
+    """Dependences through one memory, in the order of the segments' `moments`; hubs are numbered from `first` on."""
+    uses = _cell_uses(regions, segments, boxes, moments)
+    # A phase is a run of reads of one cell by one task, or of writes at one moment.
     changes = (uses.cell[1:] != uses.cell[:-1]) | (uses.group[1:] != uses.group[:-1]).any(axis=1)
     starts = np.concatenate(([True], changes))
     phase = np.cumsum(starts) - 1
@@ -124,23 +124,20 @@ def _phase_links(cell: IntArray, is_write: npt.NDArray[np.bool_]) -> tuple[IntAr
     return np.concatenate([s for s, _ in links]), np.concatenate([t for _, t in links]), kind
 
 
-def _cell_uses(regions: Regions, segments: Segments, boxes: Boxes) -> _Uses:
+def _cell_uses(regions: Regions, segments: Segments, boxes: Boxes, moments: IntArray) -> _Uses:
     """Cut boxes along all boundaries into cells and merge the cells that the same nodes use in the same way."""
     node = segments.of(boxes.tile, boxes.step)
-    tasks, positions = regions.task_of(segments.tile), regions.grid_positions()[segments.tile]
     cell, which = _cells(boxes)
     use = node * 2 + boxes.is_write
     cell, use_of_cell = _unique_pairs(cell, use[which])
     cell, use_of_cell = _unique_pairs(_merge_alike(cell, use_of_cell), use_of_cell)
     use_node, use_write = use_of_cell // 2, use_of_cell % 2
-    # The kernel means its tasks in order, and the tiles of a task in grid order and part by part, on all ranks
-    # side by side; a tile that updates a cell reads the value from before.
-    part = np.arange(len(segments.tile)) - np.searchsorted(segments.tile, segments.tile)
-    point = positions * (int(part.max()) + 1) + part
-    order = np.lexsort((use_node, use_write, point[use_node], tasks[use_node], cell))
+    # A tile that updates a cell reads the value from before.
+    order = np.lexsort((use_node, use_write, moments[use_node], cell))
     cell, use_node, use_write = cell[order], use_node[order], use_write[order]
-    moved = np.where(use_write == 1, point[use_node], -1)
-    return _Uses(cell, use_node, np.stack([tasks[use_node], moved], axis=1), use_write.astype(bool))
+    moved = np.where(use_write == 1, moments[use_node], -1)
+    tasks = regions.task_of(segments.tile[use_node])
+    return _Uses(cell, use_node, np.stack([tasks, moved], axis=1), use_write.astype(bool))
 
 
 def _unique_pairs(cell: IntArray, use: IntArray) -> tuple[IntArray, IntArray]:

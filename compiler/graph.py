@@ -15,11 +15,14 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
+from tileweave.compiler.circles import on_circle
 from tileweave.compiler.dependences import data_edges
 from tileweave.compiler.edges import EDGE_KINDS, Edges
 from tileweave.compiler.match import Hub, match
+from tileweave.compiler.moments import declared_moments, signalled_moments
 from tileweave.compiler.regions import Regions, written
 from tileweave.compiler.segments import Segments, cut_segments
+from tileweave.primitives.expr import IntArray
 
 
 @dataclass(frozen=True)
@@ -105,14 +108,27 @@ def build_graph(regions: Regions) -> Graph:
     """
     segments = cut_segments(regions)
     body = _body_edges(segments)
-    hubs = match(regions, segments, (body.source, body.target))
-    parts, count = [body], len(segments.tile)
-    sync, count = _hub_edges(hubs, count)
-    parts.append(sync)
+    sync, count = _hub_edges(match(regions, segments, (body.source, body.target)), len(segments.tile))
+    order = Edges.join([body, sync])
+    declared = declared_moments(regions, segments)
+    graph = _with_data(regions, segments, order, count, dict.fromkeys(regions.boxes, declared))
+    contradicted = _contradicted(graph)
+    if not contradicted:
+        return graph
+    signalled = signalled_moments(declared, order, count)
+    moments = {name: signalled if name in contradicted else declared for name in regions.boxes}
+    return _with_data(regions, segments, order, count, moments)
+
+
+def _with_data(
+    regions: Regions, segments: Segments, order: Edges, count: int, moments: Mapping[str, IntArray]
+) -> Graph:
+    """The graph of `order`, which has `count` nodes, and of data dependences, each memory's by its own moments."""
+    parts = [order]
     first_hub: dict[str, int] = {}
     clashes: dict[str, tuple[int, int]] = {}
     for name, boxes in written(regions.boxes):
-        data = data_edges(regions, segments, boxes, count)
+        data = data_edges(regions, segments, boxes, moments[name], count)
         if data.next_hub > count:
             first_hub[name] = count
         if data.clash is not None:
@@ -120,6 +136,16 @@ def build_graph(regions: Regions) -> Graph:
         parts.append(data.edges)
         count = data.next_hub
     return Graph(regions, segments, count, Edges.join(parts), first_hub, clashes)
+
+
+def _contradicted(graph: Graph) -> set[str]:
+    """Memories with accesses that may be ordered by signals otherwise than by declaration, or by signals alone.
+
+    A dependence that signals contradict lies on a circle of signals and dependences.
+    """
+    circle = on_circle(graph.edges, graph.num_nodes)
+    hubs = np.flatnonzero(circle & (np.arange(graph.num_nodes) >= min(graph.first_hub.values(), default=0)))
+    return {*graph.clashes, *(graph.memory_of(hub) for hub in hubs.tolist())}
 
 
 def _body_edges(segments: Segments) -> Edges:

@@ -13,9 +13,8 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
+from tileweave.compiler.circles import circle
 from tileweave.compiler.config import Config, QueueKind
 from tileweave.compiler.edges import EDGE_KINDS, Edges
 from tileweave.compiler.graph import Graph
@@ -174,16 +173,12 @@ def check_progress(graph: Graph, queues: Queues) -> None:
     that it waits for is done.
 
     Raises:
-        DeadlockError: with one shortest cycle, tile by tile.
+        DeadlockError: with one shortest circle, tile by tile.
     """
     edges = Edges.join([graph.edges, Edges.of("lane", *_queue_edges(graph, queues))])
-    ones = np.ones(len(edges.source), dtype=np.int8)
-    adjacency = coo_array((ones, (edges.source, edges.target)), shape=(graph.num_nodes,) * 2).tocsr()
-    count, label = connected_components(adjacency, directed=True, connection="strong")
-    if count == graph.num_nodes and not (edges.source == edges.target).any():
-        return
-    inside = np.flatnonzero(label == int(np.argmax(np.bincount(label))))
-    _refuse_cycle(graph, queues, edges, _cycle(edges, set(inside.tolist())))
+    found = circle(edges, graph.num_nodes)
+    if found:
+        _refuse_circle(graph, queues, edges, found)
 
 
 _REASONS = {
@@ -196,26 +191,26 @@ _REASONS = {
 }
 
 
-def _refuse_cycle(graph: Graph, queues: Queues, edges: Edges, cycle: list[int]) -> None:
+def _refuse_circle(graph: Graph, queues: Queues, edges: Edges, nodes: list[int]) -> None:
     pairs = zip(edges.source.tolist(), edges.target.tolist(), edges.kind.tolist(), strict=True)
     kinds = {(source, target): EDGE_KINDS[kind] for source, target, kind in pairs}
     lines = []
-    for before, node in zip([cycle[-1], *cycle], cycle, strict=False):
+    for before, node in zip([nodes[-1], *nodes], nodes, strict=False):
         if node < graph.num_segments:
             # Through a hub the tile before is one step further back.
-            source = before if before < graph.num_segments else cycle[cycle.index(before) - 1]
+            source = before if before < graph.num_segments else nodes[nodes.index(before) - 1]
             lines.append(f"    {graph.describe(node)}: {_REASONS[kinds[before, node]]} {graph.describe(source)}")
     program = graph.regions.program
     raise DeadlockError(
         f"kernel '{program.name}' can hang under order '{queues.schedule.order}': these tiles wait for each other in a "
         "circle:\n" + "\n".join(lines),
-        _wait_location(graph, cycle),
+        _wait_location(graph, nodes),
     )
 
 
-def _wait_location(graph: Graph, cycle: list[int]) -> SourceLocation | None:
+def _wait_location(graph: Graph, nodes: list[int]) -> SourceLocation | None:
     """The line of a wait in the circle, or of its first task."""
-    nodes = [n for n in cycle if n < graph.num_segments]
+    nodes = [n for n in nodes if n < graph.num_segments]
     for waits in graph.regions.waits.values():
         at = np.flatnonzero(np.isin(graph.segments.of(waits.tile, waits.step), nodes))
         if len(at):
@@ -233,29 +228,6 @@ def _queue_edges(graph: Graph, queues: Queues) -> tuple[IntArray, IntArray]:
         np.concatenate([last[lane[:-1]] for lane in lanes]),
         np.concatenate([first[lane[1:]] for lane in lanes]),
     )
-
-
-def _cycle(edges: Edges, inside: set[int]) -> list[int]:
-    """A shortest cycle through one node of a strongly connected set, by breadth-first search."""
-    following: dict[int, list[int]] = {}
-    for s, t in zip(edges.source.tolist(), edges.target.tolist(), strict=True):
-        if s in inside and t in inside:
-            following.setdefault(s, []).append(t)
-    start = min(inside)
-    parent: dict[int, int] = {}
-    frontier = [start]
-    while frontier and start not in parent:
-        nexts = []
-        for node in frontier:
-            for child in following.get(node, ()):
-                if child not in parent:
-                    parent[child] = node
-                    nexts.append(child)
-        frontier = nexts
-    cycle = [start]
-    while parent[cycle[-1]] != start:
-        cycle.append(parent[cycle[-1]])
-    return cycle[::-1]
 
 
 def print_schedule(schedule: Schedule, program: Program) -> str:

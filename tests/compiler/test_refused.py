@@ -83,7 +83,9 @@ def test_cycle_through_two_ranks() -> None:
         handshake_with(swapped=True)
     assert message(caught.value).splitlines() == [
         "kernel 'handshake' can hang under order 'program': these tiles wait for each other in a circle:",
-        "    two[] on rank 1: it overwrites what is read by one[] on rank 0",
+        "    two[] on rank 0: its lane runs it after one[] on rank 0",
+        "    one[] on rank 1: it waits for a signal of two[] on rank 0",
+        "    two[] on rank 1: its lane runs it after one[] on rank 1",
         "    one[] on rank 0: it waits for a signal of two[] on rank 1",
     ]
 

@@ -186,7 +186,7 @@ def test_unknown_tunable() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"workers": 0}, "Config.workers=0: expected 1 to 64"),
+        ({"workers": 0}, "Config.workers=0: expected 1 to 1024"),
         (
             {"workers": 2, "comm_workers": 2},
             "Config.comm_workers=2 of workers=2: expected 0 to 1, so that at least one worker computes",

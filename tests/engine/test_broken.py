@@ -122,9 +122,6 @@ def test_one_task_may_send_and_then_receive() -> None:
     tw.compile(exchange, tw.Tensor((8,)), tw.Tensor((8,)), world_size=2).check([{"x": (8,), "out": (8,)}] * 2)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a buffer that comes round again cannot be expressed", raises=tw.errors.DeadlockError
-)
 def test_a_ring_with_credits_is_accepted() -> None:
     @tw.kernel
     def ring(x: tw.Tensor, out: tw.Tensor) -> None:

@@ -45,6 +45,7 @@ def test_bits_and_values_across_nodes(virtual: Virtual, topology: Topology, queu
         assert workers & {0, 1} or topology.gpus_per_node == 1, "and those of the megakernel send on the node"
 
 
-def test_the_number_of_ranks_is_checked(virtual: Virtual) -> None:
-    with pytest.raises(ConfigError, match=r"topology 'big' has 2 x 2 = 4 ranks, but world_size=2"):
-        virtual(2).run(lambda group: MoELayer(FULL, group, topology=Topology("big", 2, 2)))
+def test_the_number_of_ranks_is_checked() -> None:
+    wrong = r"topology 'big' has 2 x 2 = 4 ranks, but world_size=2"
+    with VirtualGroup(2) as ranks, pytest.raises(ConfigError, match=wrong):
+        ranks.run(lambda group: MoELayer(FULL, group, topology=Topology("big", 2, 2)))
