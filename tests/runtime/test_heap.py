@@ -142,8 +142,9 @@ def test_register() -> None:
 
 def test_one_rank() -> None:
     group = current_group()
+    before = group.heap.total_bytes  # of what other tests of this process keep loaded
     allocation = group.heap.allocate("alone", 10)
     allocation.local()[:] = 1
     assert allocation.peer(0).sum() == 10
     group.heap.free(allocation)
-    assert group.heap.total_bytes == 0
+    assert group.heap.total_bytes == before
