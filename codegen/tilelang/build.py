@@ -14,6 +14,7 @@ from tileweave import native
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.tilelang.source import load_module, write_source
 from tileweave.codegen.tilelang.target import Target, require_tilelang
+from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError
 
 # TileLang's guards against accesses out of bounds also skip calls of device functions, signals included; the emitted
@@ -22,8 +23,11 @@ PASSES: Mapping[str, Any] = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_out_of_bound_warning": True,
     "tirx.noalias": False,
+    # Feeders and consumers are told apart by hand, and meet where the emitted text says so.
+    "tl.disable_warp_specialized": True,
+    "tl.disable_thread_storage_sync": True,
 }
-_TARGETS: Mapping[Target, Any] = {"c": "c"}
+_TARGETS: Mapping[Target, Any] = {"c": "c", "cuda": {"kind": "cuda", "arch": "sm_90a"}}
 _C_FLAGS = (*native.DEFAULT_FLAGS, "-w", "-lm")
 _INCLUDES = re.compile(r"^#include <tl_templates.*$", re.MULTILINE)
 _lowering = threading.Lock()
@@ -52,7 +56,7 @@ def build_for_cpu(lowered: Lowered) -> CpuLibrary:
     return CpuLibrary(path, function, parameters_of(source, function))
 
 
-def lower_kernel(lowered: Lowered, target: Target) -> str:
+def lower_kernel(lowered: Lowered, target: Target, gpu: GpuConfig = GpuConfig()) -> str:
     """TileLang's C or CUDA text of the kernel.
 
     Raises:
@@ -60,7 +64,7 @@ def lower_kernel(lowered: Lowered, target: Target) -> str:
         CompileError: the target has no text for the kernel.
     """
     require_tilelang()
-    path = write_source(lowered, target)
+    path = write_source(lowered, target, gpu)
     with _lowering:  # ranks that are threads ask for one kernel at a time, and the first one's answer serves all
         return _lower(path, lowered.program.name, target)
 
@@ -74,7 +78,8 @@ def _lower(path: Path, name: str, target: Target) -> str:
     try:
         kernel = getattr(load_module(path), name)
         with tvm.transform.PassContext(opt_level=3, config=dict(PASSES)), made:
-            return str(tilelang.lower(kernel, target=made).kernel_source)
+            # Memory that peers write must not be taken for constant.
+            return str(tilelang.lower(kernel, target=made).kernel_source).replace("__restrict__ ", "")
     except Exception as error:
         raise BuildError(f"TileLang refused kernel '{name}': {_last_line(error)}; its source is {path}") from error
 

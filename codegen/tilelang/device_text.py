@@ -7,8 +7,8 @@ failed, worker, position in the queue, site, index, expected, observed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from tileweave.codegen.tilelang.target import Target
 from tileweave.primitives.ops import Order, Scope
 
 STATE_WORDS = 8
@@ -71,14 +71,97 @@ TW_DEVICE int32_t tw_fence_{order}_{scope}(void) {{
 }}
 """
 
+_CUDA_SPIN = """\
+TW_DEVICE void tw_spin_{order}_{scope}(int64_t counter, int64_t target, int64_t *state, int64_t limit,
+                                       int64_t worker, int64_t position, int64_t site, int64_t index) {{
+  int64_t seen;
+  for (int64_t spins = 0;; spins++) {{
+    asm volatile("ld.{order}.{scope}.global.s64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+    if (seen >= target) return;
+    if (spins >= limit || tw_failed(state)) break;
+  }}
+  tw_give_up(state, worker, position, site, index, target, seen);
+}}
+
+TW_DEVICE int32_t tw_wait_{order}_{scope}(int64_t counter, int64_t target, int64_t *state, int64_t limit,
+                                          int64_t worker, int64_t position, int64_t site, int64_t index) {{
+  if (threadIdx.x == TW_FEEDERS)
+    tw_spin_{order}_{scope}(counter, target, state, limit, worker, position, site, index);
+  tw_consumers_meet();
+  return 0;
+}}
+
+TW_DEVICE int32_t tw_feed_wait_{order}_{scope}(int64_t counter, int64_t target, int64_t *state, int64_t limit,
+                                               int64_t worker, int64_t position, int64_t site, int64_t index) {{
+  if (threadIdx.x == 0)
+    tw_spin_{order}_{scope}(counter, target, state, limit, worker, position, site, index);
+  tw_feeders_meet();
+  tw_proxy_fence();
+  return 0;
+}}
+"""
+
+# What the tensor memory accelerator of another worker reads has to pass a fence between the two ways to memory.
+_CUDA_SIGNAL = """\
+TW_DEVICE int32_t tw_signal_{order}_{scope}(int64_t counter, int64_t amount) {{
+  tw_proxy_fence();
+  tw_consumers_meet();
+  if (threadIdx.x == TW_FEEDERS)
+    asm volatile("red.{order}.{scope}.global.add.u64 [%0], %1;" ::"l"(counter), "l"(amount) : "memory");
+  return 0;
+}}
+"""
+
+_CUDA_RELAXED_SIGNAL = """\
+TW_DEVICE int32_t tw_signal_relaxed_{scope}(int64_t counter, int64_t amount) {{
+  if (threadIdx.x == TW_FEEDERS)
+    asm volatile("red.relaxed.{scope}.global.add.u64 [%0], %1;" ::"l"(counter), "l"(amount) : "memory");
+  return 0;
+}}
+"""
+
+_CUDA_FENCE = """\
+TW_DEVICE int32_t tw_fence_acq_rel_{scope}(void) {{
+  tw_consumers_meet();
+  asm volatile("fence.acq_rel.{scope};" ::: "memory");
+  tw_consumers_meet();
+  return 0;
+}}
+
+TW_DEVICE int32_t tw_signal_acq_rel_{scope}(int64_t counter, int64_t amount) {{
+  tw_signal_release_{scope}(counter, amount);
+  return tw_fence_acq_rel_{scope}();
+}}
+"""
+
+_CUDA_ENTER = """\
+TW_DEVICE int32_t tw_enter(int64_t counter, int64_t target, int64_t *state, int64_t limit, int64_t worker) {
+  if (threadIdx.x == 0) {
+    tw_desk_t &desk = tw_desk();
+    for (int32_t side = 0; side < 2; side++) {
+      tw_mbarrier_init(&desk.laid[side], 1);
+      tw_mbarrier_init(&desk.read[side], TW_THREADS);
+    }
+    tw_spin_acquire_sys(counter, target, state, limit, worker, -1, -1, 0);
+  }
+  __syncthreads();
+  return 0;
+}
+"""
+
 SIGNAL_ORDERS = (Order.RELAXED, Order.RELEASE, Order.ACQ_REL)
 WAIT_ORDERS = (Order.RELAXED, Order.ACQUIRE)
+_HEADER = Path(__file__).parent / "include" / "tw_sm90.cuh"
 
 
-def device_text(target: Target) -> str:
-    """All inline device functions."""
-    assert target == "c"
+def c_text() -> str:
+    """All inline device functions of target `c`."""
     return "\n".join([_C, *_c_functions()])
+
+
+def cuda_text(consumers: int) -> str:
+    """All inline device functions of target `cuda`, for workers of that many consumer threads."""
+    return "\n".join([f"#define TW_CONSUMERS {consumers}", _HEADER.read_text(), *_cuda_functions(), _CUDA_ENTER])
 
 
 def _c_functions() -> Iterator[str]:
@@ -87,3 +170,12 @@ def _c_functions() -> Iterator[str]:
             for order in orders:
                 names = {"order": order.value, "scope": scope.value, "memory_order": order.value.upper()}
                 yield template.format(**names)
+
+
+def _cuda_functions() -> Iterator[str]:
+    for scope in Scope:
+        for order in WAIT_ORDERS:
+            yield _CUDA_SPIN.format(order=order.value, scope=scope.value)
+        yield _CUDA_RELAXED_SIGNAL.format(scope=scope.value)
+        yield _CUDA_SIGNAL.format(order="release", scope=scope.value)
+        yield _CUDA_FENCE.format(scope=scope.value)

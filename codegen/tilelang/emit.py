@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from tileweave.codegen.copies import expand_copies
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.tilelang.kernel import serial_kernel
+from tileweave.codegen.tilelang.pipeline import plan_pipeline
 from tileweave.codegen.tilelang.scalars import identifier
+from tileweave.codegen.tilelang.specialised import RoleText, specialised_kernel
 from tileweave.codegen.tilelang.target import Target
-from tileweave.codegen.tilelang.tasks import TaskText, serial_task
+from tileweave.codegen.tilelang.tasks import TaskText, consumer_task, feeder_task, serial_task
+from tileweave.compiler.config import GpuConfig
+from tileweave.errors import ConfigError
 
-_HELPERS = "clear, failed, fence, proxy_fence, signal, take, wait"
+WARPGROUPS: Mapping[int, int] = {4: 1, 8: 2}
+"""Warpgroups that multiply, by warps of a worker."""
+
+_IMPORTS: Mapping[Target, tuple[str, str]] = {
+    "c": ("clear, failed, fence, signal, take, wait", "c_text"),
+    "cuda": ("announce, clear, enter, feed_wait, fence, mark, next_from, next_of, signal, wait", "cuda_text"),
+}
 
 
-def emit_module(lowered: Lowered, target: Target) -> str:
+def emit_module(lowered: Lowered, target: Target, gpu: GpuConfig = GpuConfig()) -> str:
     """Python source of `lowered` for TileLang 0.1.15.
 
     Raises:
         CompileError: an op, or a combination of ops, that the target has no text for; at the user's line.
+        ConfigError: warps that are not one or two warpgroups.
     """
     program, schedule = lowered.program, lowered.schedule
-    tasks = [serial_task(lowered, task) for task in lowered.tasks]
+    helpers, text = _IMPORTS[target]
     parts = [
         f'"""{program.name} for {program.world_size} ranks: {schedule.order}, {schedule.queue} queues.',
         "",
@@ -27,16 +42,36 @@ def emit_module(lowered: Lowered, target: Target) -> str:
         "",
         "import tilelang.language as T",
         "",
-        f"from tileweave.codegen.tilelang.device import {_HELPERS}",
-        "from tileweave.codegen.tilelang.device_text import device_text",
+        f"from tileweave.codegen.tilelang.device import {helpers}",
+        f"from tileweave.codegen.tilelang.device_text import {text}",
         "",
         *(f'{identifier(dim)} = T.dynamic("{identifier(dim)}")' for dim in program.dims),
         'capacity = T.dynamic("capacity")  # of a lane of the queue',
-        *(_macros(task) for task in tasks),
-        serial_kernel(lowered, tasks),
+        *(_serial(lowered) if target == "c" else _specialised(lowered, gpu)),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _macros(task: TaskText) -> str:
+def _serial(lowered: Lowered) -> Iterator[str]:
+    tasks = [serial_task(lowered, task) for task in lowered.tasks]
+    yield from map(_macro, tasks)
+    yield serial_kernel(lowered, tasks)
+
+
+def _specialised(lowered: Lowered, gpu: GpuConfig) -> Iterator[str]:
+    if gpu.warps not in WARPGROUPS:
+        raise ConfigError(
+            f"GpuConfig.warps={gpu.warps}: TileLang, target 'cuda', takes {', '.join(map(str, WARPGROUPS))}"
+        )
+    tasks = [replace(task, task=expand_copies(task.task)) for task in lowered.tasks]
+    pipeline = plan_pipeline([task.task for task in tasks], gpu.stages, WARPGROUPS[gpu.warps])
+    feeders = {task.number: text for task in tasks if (text := feeder_task(lowered, task, pipeline)) is not None}
+    consumers = {task.number: consumer_task(lowered, task, pipeline) for task in tasks}
+    yield from map(_macro, (*feeders.values(), *consumers.values()))
+    dims = [len(task.task.dims) for task in tasks]
+    roles = [RoleText(list(role.items()), [dims[number] for number in role]) for role in (feeders, consumers)]
+    yield specialised_kernel(lowered, pipeline, *roles)
+
+
+def _macro(task: TaskText) -> str:
     return "\n".join(["", "", *task.lines])

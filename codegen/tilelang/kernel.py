@@ -47,7 +47,7 @@ def serial_kernel(lowered: Lowered, tasks: Sequence[TaskText]) -> str:
         "):",
         f'    """Worker `worker` of {lowered.schedule.num_workers}, which serve this rank\'s lanes of tiles."""',
         "    with T.Kernel(1, threads=1) as _:",
-        '        T.import_source(device_text("c"))',
+        "        T.import_source(c_text())",
         *(f"        {line}" for line in (*enter(lowered, "worker == 0"), *choose_lane(lowered))),
         '        position = T.alloc_var("int32")',
         f"        position = {first}",
@@ -80,23 +80,30 @@ def enter(lowered: Lowered, one: str) -> Iterator[str]:
 
 def choose_lane(lowered: Lowered) -> Iterator[str]:
     """The lane that a worker serves."""
-    lane = "0"
-    for number, each in enumerate(lowered.schedule.lanes[1:], 1):
+    lane, lanes = "0", lowered.schedule.lanes_of("megakernel")
+    for number, each in lanes[1:]:
         lane = f"T.if_then_else(worker >= {each.workers[0]}, {number}, {lane})"
-    yield f"lane = {lane}  # {', '.join(each.name for each in lowered.schedule.lanes)}"
+    yield f"lane = {lane}  # {', '.join(each.name for _, each in lanes)}"
 
 
 def first_and_next(lowered: Lowered) -> tuple[str, str]:
     """A worker's first position in its lane, and the one after `position`."""
     if lowered.schedule.queue == "dynamic":
         return "take(cursor[lane])", "take(cursor[lane])"
+    place, step = lane_and_step(lowered)
+    return place, f"position + {step}"
+
+
+def lane_and_step(lowered: Lowered) -> tuple[str, str]:
+    """A worker's place in its lane, and how many workers serve it."""
     # The kernel knows a parameter by its latest name: `place = worker` would rename it.
-    place, step = "worker", str(len(lowered.schedule.lanes[0].workers))
-    for each in lowered.schedule.lanes[1:]:
+    (_, lane), *others = lowered.schedule.lanes_of("megakernel")
+    place, step = "worker", str(len(lane.workers))
+    for _, each in others:
         inside = f"worker >= {each.workers[0]}"
         place = f"T.if_then_else({inside}, worker - {each.workers[0]}, {place})"
         step = f"T.if_then_else({inside}, {len(each.workers)}, {step})"
-    return place, f"position + {step}"
+    return place, step
 
 
 def dispatch(lowered: Lowered, tasks: Sequence[TaskText]) -> Iterator[str]:

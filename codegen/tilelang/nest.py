@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from tileweave.codegen.tilelang.functions import TILELANG_FUNCTIONS
 from tileweave.codegen.tilelang.writer import TILELANG_TYPES, TaskWriter, literal
+from tileweave.compiler.bounds import interval
 from tileweave.primitives.dtypes import bfloat16, float32
-from tileweave.primitives.expr import Const, Expr
+from tileweave.primitives.expr import Expr
 from tileweave.primitives.memory import Memory, Rows, Slice
 from tileweave.primitives.ops import (
     Cast,
@@ -28,6 +29,7 @@ from tileweave.primitives.ops import (
     Peer,
     Transpose,
     Value,
+    operands,
 )
 
 
@@ -86,16 +88,22 @@ class Nest:
         return self.known[key]
 
     def _element(self, value: Value, at: tuple[str, ...]) -> str:
-        if value.id in self.writer.fragments:
-            return f"{self.writer.fragments[value.id]}[{', '.join(at)}]"
-        if value.id in self.writer.kept:
+        if value.id in self.writer.fragments or value.id in self.writer.kept:
             return self.kept(value, at)
         return self.compute(self.writer.definitions[value.id], at)
 
     def kept(self, value: Value, at: tuple[str, ...]) -> str:
         """Text of an element of a value that has an array."""
+        if value.id in self.writer.fragments:
+            return f"{self.writer.fragments[value.id]}[{', '.join(at)}]"
         if self.writer.threads == 1:
             return f"t{value.id}[{', '.join(at or ('0',))}]"
+        if not self.item or at != self.at:
+            op = self.writer.definitions[value.id]
+            raise self.writer.refuse(
+                op, "each thread keeps its own elements of this tile, but others are read with it later; "
+                "load or compute it where it is used, or use the Triton backend",
+            )  # fmt: skip
         return f"t{value.id}[{self.item}, e]" if self.width > 1 else f"t{value.id}[{self.item}, 0]"
 
     def compute(self, op: Op, at: tuple[str, ...]) -> str:
@@ -181,11 +189,36 @@ class Nest:
 
 
 @contextmanager
-def elements(writer: TaskWriter, shape: tuple[int, ...], extents: Sequence[Expr]) -> Iterator[Nest]:
-    """Loops over the first `extents` of a tile of `shape`, as the writer's target wants them."""
-    loops = _thread_loops if writer.threads > 1 else _serial_loops
-    with loops(writer, shape, extents) as nest:
+def elements(writer: TaskWriter, value: Value, extents: Sequence[Expr]) -> Iterator[Nest]:
+    """Loops over the first `extents` of a tile, where the writer's target keeps it."""
+    loops = _serial_loops
+    if writer.threads > 1:
+        loops = _fragment_loops if in_fragments(writer, value) else _thread_loops
+    with loops(writer, value.shape, extents) as nest:
         yield nest
+
+
+def in_fragments(writer: TaskWriter, value: Value) -> bool:
+    """Whether a value lies in fragments, or is computed from one that does."""
+    if value.id in writer.fragments:
+        return True
+    return value.id not in writer.kept and any(in_fragments(writer, o) for o in operands(writer.definitions[value.id]))
+
+
+@contextmanager
+def _fragment_loops(writer: TaskWriter, shape: tuple[int, ...], extents: Sequence[Expr]) -> Iterator[Nest]:
+    """One parallel loop, which TileLang deals to threads as the fragments lie."""
+    names = tuple(writer.fresh("i") for _ in shape)
+    pairs = zip(names, shape, extents, strict=True)
+    condition = _all([f"{name} < {writer.scalar(e)}" for name, size, e in pairs if not _fills(writer, e, size)])
+    head = f"for {', '.join(names)} in T.Parallel({', '.join(map(str, shape))}):"
+    with writer.blocks((head, f"if {condition}:") if condition else (head,)):
+        yield Nest(writer, names)
+
+
+def _fills(writer: TaskWriter, extent: Expr, size: int) -> bool:
+    """Whether an extent is always the whole `size`."""
+    return interval(extent, writer.known)[0] >= size
 
 
 @contextmanager
@@ -218,7 +251,7 @@ def _thread_loops(writer: TaskWriter, shape: tuple[int, ...], extents: Sequence[
             quotient = flat if span == 1 else f"{flat} // {span}"
             inner = quotient if axis == 0 else f"{quotient} % {count}"
             writer.line(f"{name} = {inner}" + (f" * {step}" if step > 1 else ""))
-            if extent != Const(size):
+            if not _fills(writer, extent, size):
                 conditions.append(f"{name} < {writer.scalar(extent)}")
         condition = _all(conditions)
         with writer.blocks((f"if {condition}:",) if condition else ()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tileweave.codegen.tilelang.nest import Nest, elements
+from tileweave.codegen.tilelang.nest import Nest, elements, in_fragments
 from tileweave.codegen.tilelang.writer import TILELANG_TYPES, TaskWriter, literal
 from tileweave.primitives.expr import Binary, Const, Expr
 from tileweave.primitives.memory import Signal
@@ -45,7 +45,7 @@ def _pure(writer: TaskWriter, op: Op) -> None:
     if value.id not in writer.kept:
         return
     writer.note(op)
-    with elements(writer, value.shape, value.extents) as nest:
+    with elements(writer, value, value.extents) as nest:
         text = nest.compute(op, nest.at)
         _assign(nest, nest.kept(value, nest.at), text)
 
@@ -60,22 +60,22 @@ def _assign(nest: Nest, place: str, text: str) -> None:
 
 def _fill(writer: TaskWriter, op: Fill) -> None:
     writer.note(op)
-    shape = op.result.shape
-    with elements(writer, shape, tuple(Const(size) for size in shape)) as nest:
+    with elements(writer, op.result, tuple(Const(size) for size in op.result.shape)) as nest:
         _assign(nest, nest.kept(op.result, nest.at), literal(op.value))
 
 
 def _update(writer: TaskWriter, op: Update) -> None:
     """Outside the extents of the new value the accumulator keeps what it has."""
     writer.note(op)
-    with elements(writer, op.target.shape, op.value.extents) as nest:
+    home = op.target if in_fragments(writer, op.target) else op.value
+    with elements(writer, home, op.value.extents) as nest:
         text = nest.operand(op.value, nest.at)
         _assign(nest, nest.kept(op.target, nest.at), text)
 
 
 def _store(writer: TaskWriter, op: Store) -> None:
     writer.note(op)
-    with elements(writer, op.value.shape, stored_extents(op)) as nest:
+    with elements(writer, op.value, stored_extents(op)) as nest:
         spot = nest.spot(op.memory, op.index, op.peer, nest.at)
         with writer.blocks((f"if {spot.condition}:",) if spot.condition else ()):
             text = nest.element(op.value, nest.at)
@@ -98,7 +98,7 @@ def _copy(writer: TaskWriter, op: Copy) -> None:
 
 
 def _dot(writer: TaskWriter, op: Dot) -> None:
-    """Element by element; on a GPU main loops are written as a whole instead, by `gemm.py`."""
+    """Element by element; on a GPU main loops are written as a whole instead, by `pipeline.py`."""
     if writer.target != "c":
         raise writer.refuse(
             op, "a dot belongs in a loop over K that does nothing but load tiles and multiply them, with what is done "
@@ -152,7 +152,7 @@ def _wait(writer: TaskWriter, op: WaitOp) -> None:
     writer.note(op)
     counter = _counter(writer, op.signal, op.index, "rank")
     at, site = writer.scalar.linear(op.index, op.signal.dims), writer.lowered.site_of[id(op)]
-    writer.line(f"wait({counter}, {writer.scalar(op.target)}, launch, {site}, {at}, {_ordering(op)})")
+    writer.line(f"{writer.helpers}wait({counter}, {writer.scalar(op.target)}, launch, {site}, {at}, {_ordering(op)})")
 
 
 def _fence(writer: TaskWriter, op: Fence) -> None:
@@ -168,6 +168,9 @@ def _ordering(op: SignalOp | WaitOp | Fence) -> str:
 
 def _for(writer: TaskWriter, op: For) -> None:
     writer.note(op)
+    if id(op) in writer.main_loops:
+        writer.main_loops[id(op)](writer)
+        return
     start, stop = writer.scalar(op.start), writer.scalar(op.stop)
     step = f", {op.step}" if op.step != 1 else ""
     with writer.block(f"for k{op.index.id} in T.serial({start}, {stop}{step}):"):

@@ -12,18 +12,19 @@ from tileweave import knobs
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.tilelang.emit import emit_module
 from tileweave.codegen.tilelang.target import Target
+from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError
 from tileweave.native import write_atomically
 
 
-def write_source(lowered: Lowered, target: Target) -> Path:
+def write_source(lowered: Lowered, target: Target, gpu: GpuConfig) -> Path:
     """The emitted module in the folder of the `TILEWEAVE_CACHE_DIR` knob.
 
     Raises:
         BuildError: the folder cannot be written.
         CompileError: the target has no text for the kernel.
     """
-    text = emit_module(lowered, target)
+    text = emit_module(lowered, target, gpu)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = knobs.cache_dir.get() / f"{lowered.program.name}_tilelang_{digest}.py"
     if not path.exists():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from tileweave.codegen.gemm import grid_intervals
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.tilelang.scalars import Scalars, identifier
 from tileweave.codegen.tilelang.target import Target
+from tileweave.compiler.bounds import Interval
 from tileweave.compiler.printer import place
 from tileweave.errors import CompileError
 from tileweave.primitives.dtypes import DType, bfloat16, float32, int32
@@ -26,8 +28,10 @@ class TaskWriter:
     """Text of one task under construction.
 
     `kept` are values that live in an array of their own; all others are computed where they are read.
+    `helpers` stands before the names of the waits of the threads that run the text.
     `threads` is how many threads share the elements of a tile, and `width` how many neighbours along its last axis
-    one of them takes at a time; both are 1 for the `c` target.
+    one of them takes at a time; both are 1 for the `c` target. `fragments` are values in the registers of all
+    consumer threads, as wgmma leaves them, and `main_loops` the loops that are written as a whole, by identity.
     """
 
     lowered: Lowered
@@ -35,14 +39,21 @@ class TaskWriter:
     target: Target
     kept: frozenset[int]
     scalar: Scalars
+    helpers: str = ""
     threads: int = 1
     width: int = 1
-    fragments: dict[int, str] = field(default_factory=dict)
+    fragments: Mapping[int, str] = field(default_factory=dict)
+    main_loops: Mapping[int, Callable[[TaskWriter], None]] = field(default_factory=dict)
     arrays: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     depth: int = 1
     names: int = 0
     scopes: list[dict[str, str]] = field(default_factory=lambda: [{}])
+
+    @cached_property
+    def known(self) -> Mapping[Expr, Interval]:
+        """Where the grid indices lie."""
+        return grid_intervals(self.task)
 
     @cached_property
     def definitions(self) -> Mapping[int, Op]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tileweave.codegen.common import common_scalars
 from tileweave.codegen.copies import expand_copies
+from tileweave.codegen.gemm import grid_intervals
 from tileweave.codegen.lower import Companion, Lowered, used_memories
 from tileweave.codegen.triton.network import network_of, stage_bindings
 from tileweave.codegen.triton.ops import emit_body
@@ -14,10 +15,8 @@ from tileweave.codegen.triton.persistent import TASK_PARAMETERS, companion_kerne
 from tileweave.codegen.triton.scalars import Scalars, identifier
 from tileweave.codegen.triton.shapes import block_shapes
 from tileweave.codegen.triton.writer import TRITON_TYPES, TaskWriter, element_offset
-from tileweave.compiler.bounds import Interval
 from tileweave.compiler.config import GpuConfig
 from tileweave.compiler.printer import place
-from tileweave.primitives.expr import Const, Expr, Index
 from tileweave.primitives.memory import Memory, Signal, Symmetric, Table
 from tileweave.primitives.ops import Cast, Expand, Load, Task, Transpose, walk
 
@@ -60,7 +59,8 @@ def _task_function(lowered: Lowered, task: Task, companion: Companion | None = N
     """The function of one task, in the megakernel or in its companion."""
     names_of = {e: f"s{n}" for n, e in enumerate(common_scalars(task))}
     network = network_of(companion, task) if companion else None
-    writer = TaskWriter(lowered, block_shapes(task), _zero_filled(task), Scalars(names_of), _known(task), tma, network)
+    known = grid_intervals(task)
+    writer = TaskWriter(lowered, block_shapes(task), _zero_filled(task), Scalars(names_of), known, tma, network)
     emit_body(writer, task.body)
     body = "\n".join(writer.lines)
     spelled = [f"    {name} = {writer.scalar.spelled(e)}" for e, name in names_of.items()]
@@ -87,11 +87,6 @@ def _zero_filled(task: Task) -> frozenset[int]:
         if isinstance(op, Load) or (isinstance(op, (Cast, Expand, Transpose)) and op.value.id in found):
             found.add(op.result.id)
     return frozenset(found)
-
-
-def _known(task: Task) -> dict[Expr, Interval]:
-    """Ranges of grid indices whose extents are static."""
-    return {Index(d.name): (0, d.extent.value - 1) for d in task.grid if isinstance(d.extent, Const)}
 
 
 def _bindings(lowered: Lowered, task: Task, text: str) -> Iterator[str]:

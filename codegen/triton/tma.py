@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from tileweave.codegen.gemm import GemmLoop
+from tileweave.codegen.gemm import GemmLoop, depth_axes, fits_tma
 from tileweave.codegen.triton.scalars import identifier
 from tileweave.codegen.triton.writer import TaskWriter
-from tileweave.compiler.bounds import interval
-from tileweave.primitives.expr import Const, Expr
+from tileweave.primitives.expr import Expr
 from tileweave.primitives.memory import Slice
 from tileweave.primitives.ops import Load
 
-_ALIGNMENT_BYTES = 16
-_MAX_BOX = 256
-
 
 def descriptors(writer: TaskWriter, gemm: GemmLoop) -> dict[int, str]:
-    """Make a descriptor for every load of the loop that can have one; their names by id of the load's value.
-
-    A descriptor zero-fills past the end of the memory, and only there: so the depth of a
-    dot must end at the end of the memory. Past the end of rows and columns it may bring
-    anything, since that reaches no element that is ever stored.
-    """
-    depths = _depth_axes(gemm)
+    """Make a descriptor for every load of the loop that can have one; their names by id of the load's value."""
+    depths = depth_axes(gemm)
     made: dict[int, str] = {}
     for load in gemm.loads:
-        if _fits(writer, load, depths[load.result.id]):
+        padded = writer.blocks.of[load.result.id] != load.result.shape
+        if not padded and fits_tma(load, depths[load.result.id], writer.known):
             made[load.result.id] = _descriptor(writer, load)
     return made
 
@@ -40,39 +32,6 @@ def load_text(writer: TaskWriter, load: Load, descriptor: str) -> str:
 def _scalar(item: object) -> Expr:
     assert isinstance(item, Expr)
     return item
-
-
-def _depth_axes(gemm: GemmLoop) -> dict[int, set[int]]:
-    """Axes along which each loaded tile is summed over."""
-    axes: dict[int, set[int]] = {load.result.id: set() for load in gemm.loads}
-    for _, a, b in gemm.dots:
-        axes[a.load.result.id].add(0 if a.transposed else 1)
-        axes[b.load.result.id].add(1 if b.transposed else 0)
-    return axes
-
-
-def _fits(writer: TaskWriter, load: Load, depths: set[int]) -> bool:
-    memory, itemsize = load.memory, load.memory.dtype.itemsize_bytes
-    if load.peer is not None or not isinstance(load.index[-1], Slice) or len(load.index) > 5:
-        return False
-    if not all(isinstance(item, (Slice, Expr)) for item in load.index):
-        return False
-    inner = memory.dims[-1]
-    if not isinstance(inner, Const) or inner.value * itemsize % _ALIGNMENT_BYTES:
-        return False
-    block = writer.blocks.of[load.result.id]
-    if block != load.result.shape or max(block) > _MAX_BOX or block[-1] * itemsize < _ALIGNMENT_BYTES:
-        return False
-    axes = [axis for axis, item in enumerate(load.index) if isinstance(item, Slice)]
-    return all(_ends_with_memory(writer, load, axes[depth]) for depth in depths)
-
-
-def _ends_with_memory(writer: TaskWriter, load: Load, axis: int) -> bool:
-    item = load.index[axis]
-    assert isinstance(item, Slice)
-    if item.stop is None or item.stop == load.memory.dims[axis]:
-        return True
-    return interval(item.start, writer.known)[1] + item.size <= interval(item.stop, writer.known)[0]
 
 
 def _descriptor(writer: TaskWriter, load: Load) -> str:
