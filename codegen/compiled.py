@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
 
@@ -27,7 +28,7 @@ from tileweave.compiler.schedule import Queues, Schedule
 from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, flatten, holds_memory
 from tileweave.errors import ArgumentError, ConfigError, GroupError, PeerError
-from tileweave.primitives.group import Group, current_group
+from tileweave.primitives.group import Group, LaunchKey, current_group
 from tileweave.primitives.memory import Memory, Table
 from tileweave.primitives.ops import accesses, walk
 
@@ -100,6 +101,7 @@ class CompiledKernel:
 
         Raises:
             ArgumentError: this rank's arguments do not fit; the other ranks get PeerError, and nothing runs.
+            GroupError: ranks launch different kernels, or the group has another size; nothing runs.
         """
         self.run(args)
 
@@ -107,7 +109,7 @@ class CompiledKernel:
         """As calling, on `group`; with `trace=True` returns what each worker of this rank did and when."""
         executable = self.load(group or current_group())
         error: ArgumentError | None = None
-        launch = Launch((), ())
+        launch = Launch((), (), key=self.key)
         try:
             launch = self.bind(self._named(args), trace=trace)
         except ArgumentError as problem:
@@ -117,7 +119,7 @@ class CompiledKernel:
         if error is not None:
             # The peers must hear of it, or they would wait for this rank.
             with suppress(PeerError):
-                executable.launch(Launch((), (), refusal=str(error)))
+                executable.launch(replace(launch, refusal=str(error)))
             raise error
         return executable.launch(launch)
 
@@ -125,7 +127,7 @@ class CompiledKernel:
         """This kernel with its memory on `group`, made at first use; collective then.
 
         Raises:
-            GroupError: the group has another size, or its ranks compiled different kernels.
+            GroupError: the group has another size, or its ranks launch different kernels.
         """
         cached = group.cache.get(self.identity)
         if cached is not None:
@@ -135,13 +137,8 @@ class CompiledKernel:
                 f"kernel '{self.program.name}' was compiled for world_size={self.program.world_size}, but this group "
                 f"has {group.world_size} ranks; compile it with world_size={group.world_size}"
             )
-        identities = group.all_gather_object(self.identity)
-        if len(set(identities)) > 1:
-            other = next(r for r, i in enumerate(identities) if i != identities[0])
-            raise GroupError(
-                f"kernel '{self.program.name}' differs between rank 0 and rank {other}: shapes, dtypes, tunables and "
-                "config must be the same on all ranks"
-            )
+        # The same barrier as a launch's, since a peer may be in a launch of another kernel.
+        group.enter(group.next_epoch(self.key))
         logger.info("symmetric memory of %s:\n%s", self.program.name, self.memory())
         executable = BACKENDS[self.backend].load(self.lowered, self.config, group)
         group.cache[self.identity] = executable
@@ -151,6 +148,12 @@ class CompiledKernel:
     def identity(self) -> tuple[str, ...]:
         """Equal on ranks that compiled the same thing."""
         return program_key(self.program), repr(self.plan), self.backend, repr(self.config.gpu)
+
+    @cached_property
+    def key(self) -> LaunchKey:
+        """What tells this kernel from others when ranks enter a launch."""
+        digest = hashlib.blake2b(repr(self.identity).encode(), digest_size=8).digest()
+        return LaunchKey(self.program.name, int.from_bytes(digest, "little"))
 
     def bind(self, named: Mapping[str, Any], *, trace: bool = False) -> Launch:
         """One launch of this rank, with its arguments by dotted name in the order of `program.arguments`.
@@ -165,7 +168,7 @@ class CompiledKernel:
             check_shape(self.program.by_name[memory], tuple(array.shape), dims)
             addresses.append(address_of(array))
         self._check_apart(named, addresses)
-        return Launch(addresses, [dims[name] for name in self.program.dims], trace, arrays=named)
+        return Launch(addresses, [dims[name] for name in self.program.dims], trace, arrays=named, key=self.key)
 
     def _check_apart(self, named: Mapping[str, Any], addresses: Sequence[int]) -> None:
         """Refuse a written argument that shares memory with another: checks and vector loops take them to be apart."""

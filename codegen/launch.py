@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tileweave.codegen.trace import TraceEvent
-from tileweave.primitives.group import Group
+from tileweave.primitives.group import NO_KERNEL, Group, LaunchKey
 
 
 @dataclass(frozen=True)
 class Launch:
     """Arguments by name, their addresses in `Program.arguments` order, and the dynamic dimensions.
 
-    `refusal` is why this rank cannot launch; then no rank does.
+    `refusal` is why this rank cannot launch; then no rank does. `key` tells the kernel from others.
     """
 
     addresses: Sequence[int]
@@ -22,6 +22,7 @@ class Launch:
     traced: bool = False
     refusal: str | None = None
     arrays: Mapping[str, Any] = field(default_factory=dict)
+    key: LaunchKey = NO_KERNEL
 
 
 class Engine(Protocol):

@@ -44,6 +44,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "twg_all_gather": (_int, [_void, _void, _u64, _void, _int]),
     "twg_gather_sizes": (None, [_void, _void]),
     "twg_enter": (_int, [_void, _u64, _int]),
+    "twg_set_kernel": (None, [_void, _int, _u64, _u64]),
+    "twg_kernel": (_u64, [_void, _int, _u64]),
     "twg_set_refusal": (None, [_void, _int, _u64, _text]),
     "twg_refusal": (_text, [_void, _int, _u64]),
     "twg_abort": (_int, [_void, _int, _int, _int, _int, _text]),
@@ -197,6 +199,10 @@ class Control:
     def pid(self, rank: int) -> int:
         """Process id of `rank`, 0 until it has joined."""
         return int(self.library.twg_pid(self.address, rank))
+
+    def kernels(self, epoch: int) -> list[int]:
+        """Digest of the kernel that each rank came to launch as `epoch`, by rank."""
+        return [int(self.library.twg_kernel(self.address, rank, epoch)) for rank in range(self.world_size)]
 
     def refusals(self, epoch: int) -> dict[int, str]:
         """Reasons of the ranks that refused the launch `epoch`, by rank."""

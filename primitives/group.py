@@ -14,6 +14,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -54,6 +55,20 @@ Kind = Literal["single", "threads", "processes"]
 _STAGE_BYTES = 64 << 10  # gathers up to this size in all pass through a buffer of fixed address
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchKey:
+    """What a rank launches: a name for people, and 64 bits that are equal on ranks that launch the same."""
+
+    name: str = ""
+    digest: int = 0
+
+    def __str__(self) -> str:
+        return f"'{self.name}' ({self.digest:016x})" if self.digest else "nothing by name"
+
+
+NO_KERNEL = LaunchKey()
+
+
 class Group:
     """One rank's handle on its group. Use it from one thread at a time.
 
@@ -74,6 +89,7 @@ class Group:
         self._c_gather = control.library.twg_all_gather
         self._pid = os.getpid()
         self._epoch = 0
+        self._key = NO_KERNEL
         self._poison: str | None = None
         self._stage = np.empty(_STAGE_BYTES, np.uint8)
         self._stage_address = int(self._stage.__array_interface__["data"][0])
@@ -153,9 +169,11 @@ class Group:
         self._timeout_s = seconds
         self._control.library.twg_set_timeout(self._usable(), int(seconds * 1e9))
 
-    def next_epoch(self) -> int:
-        """The number of the next launch. Every rank must draw one for every launch, refused ones too."""
+    def next_epoch(self, key: LaunchKey = NO_KERNEL) -> int:
+        """The number of the next launch, which is of `key`. Every rank must draw one for every launch, refused too."""
         self._epoch += 1
+        self._key = key
+        self._control.library.twg_set_kernel(self.control_address, self.rank, self._epoch, key.digest)
         return self._epoch
 
     def refuse(self, epoch: int, reason: str) -> None:
@@ -172,6 +190,7 @@ class Group:
         Raises:
             PeerError: on every rank, when a rank (this one included) passed a refusal; the
                 next launch may go on.
+            GroupError: on every rank, when the keys of `next_epoch` differ; the next launch may go on.
             GroupError, HangError, RankDiedError, LaunchError: as `all_gather`.
         """
         if refusal is not None:
@@ -181,8 +200,10 @@ class Group:
         if code == REFUSED:
             raise self.refused(epoch)
 
-    def refused(self, epoch: int) -> PeerError:
-        """The exception for an entry that ended with TW_REFUSED."""
+    def refused(self, epoch: int) -> PeerError | GroupError:
+        """The exception for an entry that ended with TW_REFUSED, as it did on all ranks. Collective."""
+        if len(set(self._control.kernels(epoch))) > 1:
+            return _launch_apart(self.all_gather_object(self._key))
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in self.refusals(epoch).items())
         return PeerError(f"nothing was launched on any rank, because of {reasons}")
 
@@ -333,3 +354,18 @@ def set_current_group(group: Group | None) -> None:
         _thread_group.set(None)
     else:
         _thread_group.set(group)
+
+
+def _launch_apart(keys: list[LaunchKey]) -> GroupError:
+    """The error of ranks that came to one launch with different kernels."""
+    ranks: dict[LaunchKey, list[str]] = {}
+    for rank, key in enumerate(keys):
+        ranks.setdefault(key, []).append(str(rank))
+    listed = "; ".join(f"rank {', '.join(numbers)}: kernel {key}" for key, numbers in ranks.items())
+    hint = ""
+    if len({key.name for key in ranks}) < len(ranks):
+        hint = ". Of one name with different digests, the shapes, dtypes, constants, tunables or config differ"
+    return GroupError(
+        f"ranks launch different kernels, so nothing was launched: {listed}; every rank must launch the same kernels "
+        f"in the same order{hint}"
+    )

@@ -122,6 +122,7 @@ class Executable:
         Raises:
             GroupError: another thread of this rank is in a launch of this kernel.
             PeerError: some rank refused its arguments; nothing ran.
+            GroupError: ranks launch different kernels; nothing ran.
             HangError, RankDiedError, LaunchError: the launch ended before its work was done.
         """
         if not self._busy.acquire(blocking=False):
@@ -142,7 +143,7 @@ class Executable:
             return describe_abort(launched, info, records, group.timeout_s)
 
         group.check_abort(describe if launched else None)
-        epoch = group.next_epoch()
+        epoch = group.next_epoch(launch.key)
         launched[epoch] = self.lowered
         launched.pop(epoch - _REMEMBERED, None)
         if launch.refusal is not None:

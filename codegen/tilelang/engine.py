@@ -59,9 +59,10 @@ class TileLangExecutable:
 
         Raises:
             PeerError: some rank refused its arguments; nothing ran.
+            GroupError: ranks launch different kernels; nothing ran.
             HangError: a wait gave up.
         """
-        self.group.agree(launch.refusal)
+        self.group.enter(self.group.next_epoch(launch.key), launch.refusal)
         queue = self._list(launch)
         arguments = self._arguments(launch, queue)
         self._state[device_text.EPOCH] += 1

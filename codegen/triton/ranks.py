@@ -41,9 +41,10 @@ class TritonExecutable:
 
         Raises:
             PeerError: some rank refused its arguments; nothing ran.
+            GroupError: ranks launch different kernels; nothing ran.
             HangError: a wait gave up.
         """
-        self.group.agree(launch.refusal)
+        self.group.enter(self.group.next_epoch(launch.key), launch.refusal)
         lowered, timeout_s = self._kernel.lowered, self.group.timeout_s
         arguments = {name: _tensor(array) for name, array in launch.arrays.items()}
         dims = dict(zip(lowered.program.dims, launch.dims, strict=True))

@@ -135,6 +135,16 @@ static void copy_text(char *to, const char *text) {
     to[bytes] = 0;
 }
 
+/* What `rank` is about to run in `epoch`; call before entering. */
+void twg_set_kernel(tw_control *control, int rank, uint64_t epoch, uint64_t digest) {
+    tw__set(control->ranks[rank].kernel[epoch & 1], digest);
+}
+
+/* What `rank` wanted to run in `epoch`, after an entry and before the next. */
+uint64_t twg_kernel(const tw_control *control, int rank, uint64_t epoch) {
+    return tw__get(control->ranks[rank].kernel[epoch & 1]);
+}
+
 /* Why `rank` will refuse `epoch`; call before entering. */
 void twg_set_refusal(tw_control *control, int rank, uint64_t epoch, const char *text) {
     copy_text(control->ranks[rank].refusal[epoch & 1], text);

@@ -33,7 +33,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define TW_LAYOUT 1u                     /* raise when the shared layout changes */
+#define TW_LAYOUT 2u                     /* raise when the shared layout changes */
 #define TW_MAGIC 0x7477636f6e74726fu     /* "twcontro" */
 #define TW_MAX_RANKS 1024
 #define TW_MAX_WORKERS 64
@@ -72,6 +72,7 @@ typedef struct tw_rank {
 
     alignas(64) _Atomic uint64_t entered;   /* launch epoch the rank has come to */
     _Atomic uint64_t refused[2];         /* by epoch parity: the epoch that the rank refused */
+    _Atomic uint64_t kernel[2];          /* by epoch parity: digest of the kernel that the rank launches */
     _Atomic uint64_t entered_ns;         /* clock when it entered; private to the rank */
 
     alignas(64) _Atomic uint64_t posted; /* number of the last gather the rank has posted */
@@ -341,9 +342,9 @@ TW__INLINE int tw_wait(tw_worker *worker, const _Atomic uint64_t *counter, uint6
 
 /* Entry barrier of a launch.  Call it once a rank (or again after TW_INTERRUPTED), with
  * epochs that grow by one.  `ok` = 0 refuses the launch; write the reason to
- * ranks[rank].refusal[epoch & 1] first.  Returns TW_OK when all ranks are here and
- * willing; TW_REFUSED on all ranks alike when one refused, and the next epoch may go on;
- * TW_ABORTED.  Slots by parity suffice: a rank rewrites the slot of n at n+2, and it gets
+ * ranks[rank].refusal[epoch & 1] first.  ranks[rank].kernel[epoch & 1] says what the rank is
+ * about to run.  Returns TW_OK when all ranks are here, willing and about to run the same;
+ * TW_REFUSED on all ranks alike when not, and the next epoch may go on; TW_ABORTED.  Slots by parity suffice: a rank rewrites the slot of n at n+2, and it gets
  * there only after all ranks have entered n+1, which they do after reading n. */
 TW__INLINE int tw_enter(tw_worker *worker, uint64_t epoch, int ok) {
     tw_control *control = worker->control;
@@ -357,6 +358,7 @@ TW__INLINE int tw_enter(tw_worker *worker, uint64_t epoch, int ok) {
         atomic_store_explicit(&self->entered, epoch, memory_order_release);
     }
     int refused = 0;
+    uint64_t kernel = tw__get(self->kernel[epoch & 1]);
     for (uint32_t i = 0; i < world; i++) {
         uint32_t peer = (uint32_t)worker->rank + i;
         if (peer >= world) peer -= world;
@@ -366,7 +368,7 @@ TW__INLINE int tw_enter(tw_worker *worker, uint64_t epoch, int ok) {
                                            (int)peer, tw__get(self->entered_ns));
             if (result != TW_OK) return result;
         }
-        refused |= tw__get(other->refused[epoch & 1]) == epoch;
+        refused |= tw__get(other->refused[epoch & 1]) == epoch || tw__get(other->kernel[epoch & 1]) != kernel;
     }
     return refused ? TW_REFUSED : TW_OK;
 }
