@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -166,7 +167,7 @@ class CompiledKernel:
         for memory, array in named.items():
             check_array(self.program.by_name[memory], array, written=memory in self.written)
             check_shape(self.program.by_name[memory], tuple(array.shape), dims)
-            addresses.append(address_of(array))
+            addresses.append(_aligned_address(self.program.by_name[memory], array))
         self._check_apart(named, addresses)
         return Launch(addresses, [dims[name] for name in self.program.dims], trace, arrays=named, key=self.key)
 
@@ -238,6 +239,16 @@ def check_array(memory: Memory, array: Any, *, written: bool) -> None:
         raise ArgumentError(f"argument '{memory.name}' is not contiguous; {advice}")
     if device != "cpu":
         raise ArgumentError(f"argument '{memory.name}' is on device {device}; the C engine needs CPU memory")
+
+
+def _aligned_address(memory: Memory, array: Any) -> int:
+    """Where `array` begins; vector loads and atomic operations fault, or tear, between elements."""
+    address, size = address_of(array), memory.dtype.itemsize_bytes
+    if address % size and math.prod(array.shape):
+        raise ArgumentError(
+            f"argument '{memory.name}' begins at an address that is no multiple of its {size}-byte elements; pass a copy"
+        )
+    return address
 
 
 @lru_cache(maxsize=32)

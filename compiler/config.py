@@ -23,6 +23,9 @@ class Tunables(dict[str, Any]):
     def __setitem__(self, key: str, value: object) -> None:
         raise TypeError("tunables of a Config do not change; make a new Config")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Tunables, (dict(self),)  # a copy is made whole, as its items cannot be set
+
 
 @dataclass(frozen=True)
 class GpuConfig:

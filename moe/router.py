@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import nn
 
@@ -37,6 +39,18 @@ def router_logits(
         tw.store(logits, (row, column), total)
 
 
+@lru_cache(maxsize=64)
+def compile_logits(hidden: int, num_experts: int, dtype: torch.dtype) -> CompiledKernel:
+    """The kernel of routers of this size: not kept by them, so that they copy and pickle as their weights do."""
+    return compile_kernel(
+        router_logits,
+        Tensor(("num_tokens", hidden), dtype),
+        Tensor((num_experts, hidden), dtype),
+        Tensor(("num_tokens", num_experts), torch.float32),
+        config=Config(),
+    )
+
+
 class Router(nn.Module):
     """Softmax over all experts in fp32, then the `num_topk` largest; optionally made to sum to one.
 
@@ -69,13 +83,6 @@ class Router(nn.Module):
         self.renormalize = renormalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=dtype))
         nn.init.normal_(self.weight, std=hidden**-0.5)
-        self._kernel: CompiledKernel = compile_kernel(
-            router_logits,
-            Tensor(("num_tokens", hidden), dtype),
-            Tensor((num_experts, hidden), dtype),
-            Tensor(("num_tokens", num_experts), torch.float32),
-            config=Config(),
-        )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 `[num_tokens, num_experts]`; needs no peer.
@@ -85,8 +92,11 @@ class Router(nn.Module):
         """
         if x.dim() != 2:
             raise ArgumentError(f"router input needs shape [num_tokens, hidden], got {list(x.shape)}")
-        out = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32)
-        self._kernel.run((x, self.weight.detach(), out), solo_group(current_group()))
+        num_experts, hidden = self.weight.shape
+        out = torch.empty(x.shape[0], num_experts, dtype=torch.float32)
+        compile_logits(hidden, num_experts, self.weight.dtype).run(
+            (x, self.weight.detach(), out), solo_group(current_group())
+        )
         return out
 
     @torch.no_grad()

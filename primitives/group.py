@@ -99,6 +99,15 @@ class Group:
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, world_size={self.world_size}, kind={self.kind!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a handle: what is copied with it, a layer, belongs to the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise GroupError(
+            "a Group belongs to its process and cannot be pickled; of a layer, save state_dict(), make the layer anew "
+            "with the group of the process that loads it, and call load_state_dict()"
+        )
+
     # ------------------------------------------------------------------ collectives
 
     def barrier(self) -> None:

@@ -294,3 +294,15 @@ def test_the_kernel_cache_may_be_the_current_folder(tmp_path: Path) -> None:
         [sys.executable, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_misaligned_array_is_refused() -> None:
+    @tw.kernel
+    def clear(x: tw.Tensor) -> None:
+        @tw.task(grid={})
+        def body() -> None:
+            tw.store(x, tw.ds(0, 4), tw.zeros((4,)))
+
+    x = np.ndarray((4,), np.float32, bytearray(20), offset=1)
+    with pytest.raises(tw.errors.ArgumentError, match="'x' begins at an address that is no multiple of its 4-byte"):
+        tw.compile(clear, tw.Tensor((4,)))(x)

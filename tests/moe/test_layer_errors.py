@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -299,3 +301,43 @@ def test_plan_routing(virtual: Virtual, bad: Any) -> None:
     assert own.startswith("ArgumentError: topk_idx")
     assert first == last == f"PeerError: rank 1: {own.removeprefix('ArgumentError: ')}"
     assert fine == "fine"
+
+
+def test_a_copy_of_a_layer_shares_its_group_and_not_its_weights(virtual: Virtual) -> None:
+    inputs = good()
+
+    def rank(group: Group) -> tuple[float, float]:
+        layer = MoELayer(PLAIN, group)
+        arguments = inputs.x, inputs.topk_idx, inputs.topk_weights
+        before = layer(*arguments)
+        twin = copy.deepcopy(layer)
+        assert twin.group is group
+        for parameter in layer.parameters():
+            parameter.zero_()
+        return float((twin(*arguments) - before).abs().max()), float(layer(*arguments).abs().max())
+
+    assert virtual(2).run(rank) == [(0.0, 0.0)] * 2
+
+
+def test_a_layer_does_not_pickle_and_says_what_does(virtual: Virtual) -> None:
+    def rank(group: Group) -> str:
+        layer = MoELayer(PLAIN, group)
+        pickle.dumps(layer.state_dict())
+        pickle.dumps(layer.run_config)
+        return outcome(lambda: pickle.dumps(layer))
+
+    (text,) = virtual(1).run(rank)
+    assert text.startswith(
+        "GroupError: a Group belongs to its process and cannot be pickled; of a layer, save state_dict"
+    )
+
+
+def test_misaligned_tokens_are_refused(virtual: Virtual) -> None:
+    size = NUM_TOKENS * PLAIN.hidden
+    x = torch.frombuffer(bytearray(4 * size + 4), dtype=torch.float32, offset=1, count=size).reshape(NUM_TOKENS, -1)
+    given = good()
+    texts = all_ranks(
+        virtual(WORLD_SIZE), lambda group: MoELayer(PLAIN, group), (x, given.topk_idx, given.topk_weights)
+    )
+    assert "argument 'x' begins at an address that is no multiple of its 4-byte elements; pass a copy" in texts[CULPRIT]
+    assert [text.partition(":")[0] for text in texts] == ["PeerError", "ArgumentError", "PeerError"]
