@@ -246,7 +246,8 @@ def _aligned_address(memory: Memory, array: Any) -> int:
     address, size = address_of(array), memory.dtype.itemsize_bytes
     if address % size and math.prod(array.shape):
         raise ArgumentError(
-            f"argument '{memory.name}' begins at an address that is no multiple of its {size}-byte elements; pass a copy"
+            f"argument '{memory.name}' begins at an address that is no multiple of its {size}-byte elements; "
+            "pass a copy"
         )
     return address
 
