@@ -19,12 +19,12 @@ from tileweave.codegen.c.engine import address_of
 from tileweave.codegen.launch import Engine, Launch
 from tileweave.codegen.lower import Lowered, lower
 from tileweave.codegen.trace import TraceEvent
+from tileweave.compiler.binding import Routing, check_shape
 from tileweave.compiler.config import Config
 from tileweave.compiler.graph import Graph
 from tileweave.compiler.passes import Analysis, analyse, compile_program
 from tileweave.compiler.printer import print_program, program_key
 from tileweave.compiler.program import Program
-from tileweave.compiler.regions import Routing, check_shape
 from tileweave.compiler.schedule import Queues, Schedule
 from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, flatten, holds_memory

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tileweave.compiler.boxes import Boxes, ragged_arange
 from tileweave.compiler.edges import DATA_KINDS, Edges
-from tileweave.compiler.regions import Boxes, Regions, ragged_arange
+from tileweave.compiler.regions import Regions
 from tileweave.compiler.segments import Segments
 from tileweave.primitives.expr import IntArray
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order
 
-from tileweave.compiler.regions import Counts, Regions
+from tileweave.compiler.boxes import Counts
+from tileweave.compiler.regions import Regions
 from tileweave.compiler.segments import Segments
 from tileweave.errors import SignalMismatchError
 from tileweave.primitives.expr import IntArray

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tileweave.compiler.boxes import ragged_arange
 from tileweave.compiler.edges import Edges
-from tileweave.compiler.regions import Regions, ragged_arange
+from tileweave.compiler.regions import Regions
 from tileweave.compiler.segments import Segments
 from tileweave.primitives.expr import IntArray
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tileweave.compiler.binding import Routing, bind
 from tileweave.compiler.companion import check_nodes, split_off_node
 from tileweave.compiler.config import Config
 from tileweave.compiler.graph import Graph, build_graph
 from tileweave.compiler.program import Program
 from tileweave.compiler.races import check_ordered
-from tileweave.compiler.regions import Regions, Routing, bind, regions
+from tileweave.compiler.regions import Regions, regions
 from tileweave.compiler.schedule import Queues, Schedule, build_queues, build_schedule, check_progress
 from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, trace

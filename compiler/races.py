@@ -14,9 +14,9 @@ import numpy.typing as npt
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order
 
+from tileweave.compiler.boxes import ragged_arange
 from tileweave.compiler.edges import DATA_KINDS, EDGE_KINDS, Edges
 from tileweave.compiler.graph import Graph
-from tileweave.compiler.regions import ragged_arange
 from tileweave.errors import RaceError, SourceLocation
 from tileweave.primitives.expr import IntArray
 from tileweave.primitives.ops import Op, Order, Scope, SignalOp, WaitOp

@@ -7,105 +7,30 @@ and the exact boxes of memory that each tile touches fall out as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tileweave.compiler.program import Program
-from tileweave.errors import ArgumentError, BoundsError
-from tileweave.primitives.expr import (
-    Const,
-    Dim,
-    Env,
-    EvaluationError,
-    Expr,
-    Index,
-    IntArray,
-    TableData,
-    TableRead,
-    evaluate,
-    read_table,
+from tileweave.compiler.binding import Routing
+from tileweave.compiler.boxes import (
+    MASKED,
+    Boxes,
+    Counts,
+    concat,
+    expand_rows,
+    item_range,
+    overlap,
+    peer_ranks,
+    ragged_arange,
 )
-from tileweave.primitives.memory import IndexItem, Memory, Rows, Slice, Table
-from tileweave.primitives.ops import Access, For, Op, SignalOp, WaitOp, When, accesses
-
-
-@dataclass(frozen=True)
-class Routing:
-    """What a launch binds: for each rank its dynamic dimensions and its tables.
-
-    `dims[name]` is int64 `[world_size]`; `tables[name]` holds one int array per rank.
-    """
-
-    dims: Mapping[str, IntArray]
-    tables: Mapping[str, TableData]
-
-
-def bind(program: Program, arguments: Sequence[Mapping[str, Any]]) -> Routing:
-    """Read dynamic dimensions and tables off the arguments of every rank.
-
-    Args:
-        program: the traced kernel.
-        arguments: per rank, argument name → array, or its shape alone for a tensor.
-
-    Raises:
-        ArgumentError: an argument is missing, or its shape disagrees with the kernel.
-    """
-    if len(arguments) != program.world_size:
-        raise ArgumentError(
-            f"kernel '{program.name}' was traced for {program.world_size} ranks, got arguments of {len(arguments)}"
-        )
-    per_rank = [bind_dims(program, given) for given in arguments]
-    dims = {name: np.array([d[name] for d in per_rank], dtype=np.int64) for name in program.dims}
-    tables = {
-        m.name: TableData.of([np.asarray(given[m.name]) for given in arguments])
-        for m in program.arguments
-        if isinstance(m, Table)
-    }
-    return Routing(dims, tables)
-
-
-def bind_dims(program: Program, given: Mapping[str, Any]) -> dict[str, int]:
-    """The value of each dynamic dimension on one rank, with every argument's shape checked."""
-    dims: dict[str, int] = {}
-    known = [m.name for m in program.arguments]
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise ArgumentError(f"kernel '{program.name}' has no argument '{name}'; it has {', '.join(known)}")
-    for memory in program.arguments:
-        if memory.name not in given:
-            raise ArgumentError(f"argument '{memory.name}' ({memory}) is missing")
-        shape = getattr(given[memory.name], "shape", given[memory.name])
-        check_shape(memory, tuple(shape), dims)
-    return dims
-
-
-def check_shape(memory: Memory, shape: tuple[int, ...], dims: dict[str, int]) -> None:
-    """Compare an argument's shape with its declaration, binding dynamic dimensions on first sight."""
-    if len(shape) != memory.ndim:
-        raise ArgumentError(
-            f"argument '{memory.name}' needs {memory.ndim} dimensions {_listed(memory)}, "
-            f"got {len(shape)}: {list(shape)}"
-        )
-    for axis, (size, declared) in enumerate(zip(shape, memory.dims, strict=True)):
-        if isinstance(declared, Dim):
-            want = dims.setdefault(declared.name, int(size))
-        else:
-            assert isinstance(declared, Const), "verify refuses other sizes of arguments"
-            want = declared.value
-        if size != want:
-            bound = ", ".join(f"{k}={v}" for k, v in dims.items())
-            raise ArgumentError(
-                f"argument '{memory.name}' needs shape {_listed(memory)}{f' with {bound}' if bound else ''}, "
-                f"got {list(shape)}: dimension {axis} is {size}, expected {want}"
-            )
-
-
-def _listed(memory: Memory) -> str:
-    return f"[{', '.join(map(str, memory.dims))}]"
+from tileweave.compiler.program import Program
+from tileweave.compiler.verify import COPIES_APART
+from tileweave.errors import BoundsError, RaceError
+from tileweave.primitives.expr import Env, EvaluationError, Expr, Index, IntArray, evaluate
+from tileweave.primitives.memory import Rows
+from tileweave.primitives.ops import Access, Copy, For, Op, SignalOp, WaitOp, When, accesses
 
 
 @dataclass(frozen=True)
@@ -123,35 +48,6 @@ class Instances:
     def count(self) -> int:
         """Number of tiles on all ranks."""
         return len(self.env.rank)
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """Accesses to one memory, one row a box; `low`/`high` are `[num_boxes, ndim]`, half open.
-
-    `tile` is the accessing tile, `step` its place in the tile's program order, `owner`
-    the rank whose memory it is, `op` the index into `Regions.ops`.
-    """
-
-    tile: IntArray
-    step: IntArray
-    owner: IntArray
-    op: IntArray
-    is_write: npt.NDArray[np.bool_]
-    low: IntArray
-    high: IntArray
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Signals to, or waits on, one counter array; `counter` is the linear index, `amount` the count or target."""
-
-    tile: IntArray
-    step: IntArray
-    owner: IntArray
-    op: IntArray
-    counter: IntArray
-    amount: IntArray
 
 
 @dataclass(frozen=True)
@@ -199,6 +95,7 @@ def regions(program: Program, routing: Routing) -> Regions:
 
     Raises:
         BoundsError: an access, counter or table read leaves its memory; names tile, rank and line.
+        RaceError: source and target of a bulk copy overlap.
     """
     world = np.arange(program.world_size, dtype=np.int64)
     instances: list[Instances] = []
@@ -225,12 +122,13 @@ def _enumerate_grid(program: Program, number: int, env: Env) -> Env:
     return env
 
 
-def ragged_arange(counts: IntArray) -> IntArray:
-    """`0 … counts[0]-1, 0 … counts[1]-1, …` end to end."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    offsets: IntArray = np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
-    return offsets
+@dataclass(frozen=True)
+class _At:
+    """Tiles at one op: their environment, numbers and steps."""
+
+    env: Env
+    tiles: IntArray
+    step: IntArray
 
 
 class _Collector:
@@ -287,8 +185,18 @@ class _Collector:
         elif isinstance(op, WaitOp):
             counts = self._counts(op, number, at, at.env.rank, evaluate(op.target, at.env))
             self.waits.setdefault(op.signal.name, []).append(counts)
-        for access in accesses(op):
-            self.boxes.setdefault(access.memory.name, []).append(self._boxes(access, op, number, at))
+        touched = accesses(op)
+        boxes = [self._boxes(access, op, number, at) for access in touched]
+        for access, part in zip(touched, boxes, strict=True):
+            self.boxes.setdefault(access.memory.name, []).append(part)
+        if isinstance(op, Copy) and op.source.name == op.target.name:
+            self._check_apart(op, *boxes)
+
+    def _check_apart(self, op: Copy, reads: Boxes, writes: Boxes) -> None:
+        pair = overlap(reads, writes)
+        if pair is not None:
+            tile, rank = self._describe(int(reads.tile[pair[0]])), int(reads.owner[pair[0]])
+            raise RaceError(f"{tile} copies '{op.source.name}' onto itself on rank {rank}: {COPIES_APART}", op.location)
 
     def _amount(self, op: SignalOp, at: _At) -> IntArray:
         amount = evaluate(op.amount, at.env)
@@ -316,17 +224,17 @@ class _Collector:
         return Counts(at.tiles, at.step, owner, np.full(len(at.tiles), number), linear, amount)
 
     def _boxes(self, access: Access, op: Op, number: int, at: _At) -> Boxes:
-        which, rows = _expand_rows(access, at.env)
+        which, rows = expand_rows(access, at.env)
         env = at.env.select(which)
         extents = iter(access.extents)
         ranges = [
-            _range(item, env, rows.get(axis), None if isinstance(item, Expr) else next(extents))
+            item_range(item, env, rows.get(axis), None if isinstance(item, Expr) else next(extents))
             for axis, item in enumerate(access.index)
         ]
-        owner = rows[-1] if isinstance(access.peer, Rows) else _peer(access.peer, env)
+        owner = rows[-1] if isinstance(access.peer, Rows) else peer_ranks(access.peer, env)
         keep = np.ones(len(which), dtype=bool)
         for low, high in ranges:
-            keep &= (low < high) & (low != _MASKED)
+            keep &= (low < high) & (low != MASKED)
         self._check_peer(owner[keep], op, _At(env.select(keep), at.tiles[which][keep], at.step[which][keep]))
         boxes = Boxes(
             at.tiles[which][keep], at.step[which][keep], owner[keep], np.full(int(keep.sum()), number),
@@ -367,22 +275,10 @@ class _Collector:
         """Lay the collected pieces end to end."""
         return Regions(
             self.program, self.routing, self.instances, tuple(self.ops),
-            {name: _concat(parts) for name, parts in self.boxes.items()},
-            {name: _concat(parts) for name, parts in self.signals.items()},
-            {name: _concat(parts) for name, parts in self.waits.items()},
+            {name: concat(parts) for name, parts in self.boxes.items()},
+            {name: concat(parts) for name, parts in self.signals.items()},
+            {name: concat(parts) for name, parts in self.waits.items()},
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _At:
-    """Tiles at one op: their environment, numbers and steps."""
-
-    env: Env
-    tiles: IntArray
-    step: IntArray
-
-
-_MASKED = np.iinfo(np.int64).min
 
 
 def _width(body: tuple[Op, ...], env: Env) -> int:
@@ -398,49 +294,6 @@ def _width(body: tuple[Op, ...], env: Env) -> int:
         else:
             total += 1
     return total
-
-
-def _expand_rows(access: Access, env: Env) -> tuple[IntArray, dict[int, IntArray]]:
-    """Repeat each tile once a row of its `Rows`; returns the repeat and the rows by axis (−1 for the peer)."""
-    listed = {axis: item for axis, item in enumerate(access.index) if isinstance(item, Rows)}
-    if isinstance(access.peer, Rows):
-        listed[-1] = access.peer
-    which = np.arange(len(env.rank), dtype=np.int64)
-    if not listed:
-        return which, {}
-    sliced = [axis for axis, item in enumerate(access.index) if not isinstance(item, Expr)]
-    extent = evaluate(access.extents[sliced.index(next(iter(listed)))], env)
-    which = np.repeat(which, extent)
-    return which, {axis: row_values(rows, env.select(which), ragged_arange(extent)) for axis, rows in listed.items()}
-
-
-def row_values(rows: Rows, env: Env, offset: IntArray) -> IntArray:
-    """Entries of `rows` at `offset` from the slice's start, one an instance of `env`."""
-    indices = [evaluate(i.start, env) + offset if isinstance(i, Slice) else evaluate(i, env) for i in rows.index]
-    starts = tuple(i.start if isinstance(i, Slice) else i for i in rows.index)
-    return read_table(TableRead(rows.table.name, starts, rows.table.dims), indices, env)
-
-
-def _range(item: IndexItem, env: Env, rows: IntArray | None, extent: Expr | None) -> tuple[IntArray, IntArray]:
-    if rows is not None:
-        masked = np.where(rows < 0, _MASKED, rows)
-        return masked, np.where(rows < 0, _MASKED, rows + 1)
-    if isinstance(item, Slice):
-        assert extent is not None
-        start = evaluate(item.start, env)
-        return start, start + evaluate(extent, env)
-    assert isinstance(item, Expr)
-    position = evaluate(item, env)
-    return position, position + 1
-
-
-def _peer(peer: object, env: Env) -> IntArray:
-    return env.rank if peer is None else evaluate(peer, env)  # type: ignore[arg-type]
-
-
-def _concat(parts: Sequence[Any]) -> Any:
-    fields = parts[0].__dataclass_fields__
-    return type(parts[0])(**{f: np.concatenate([getattr(p, f) for p in parts]) for f in fields})
 
 
 def written(boxes: Mapping[str, Boxes]) -> Iterator[tuple[str, Boxes]]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tileweave.compiler.regions import Boxes, Counts, Regions
+from tileweave.compiler.boxes import Boxes, Counts
+from tileweave.compiler.regions import Regions
 from tileweave.primitives.expr import IntArray
 
 

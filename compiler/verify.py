@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from tileweave.compiler.program import Program
 from tileweave.errors import SourceLocation, VerifyError
 from tileweave.primitives import expr
-from tileweave.primitives.expr import Const, Dim, Expr, Index, LoopIndex, TableRead
-from tileweave.primitives.memory import Rows, Slice, Symmetric
-from tileweave.primitives.ops import For, Op, Order, SignalOp, Task, WaitOp, When, accesses, walk
+from tileweave.primitives.expr import Binary, Const, Dim, Expr, Index, LoopIndex, Rank, TableRead
+from tileweave.primitives.memory import IndexItem, Rows, Slice, Symmetric
+from tileweave.primitives.ops import Copy, For, Op, Order, SignalOp, Task, WaitOp, When, accesses, walk
+
+COPIES_APART = (
+    "a bulk copy moves rows in no promised order, so its source and target must not overlap on one rank; load the tile "
+    "and store it, or copy by way of other memory"
+)
 
 
 def verify(program: Program) -> Program:
@@ -101,6 +106,17 @@ def peers_have_symmetric_memory(program: Program) -> None:
                     raise VerifyError(f"'{access.memory.name}' is not symmetric and has no peers", op.location)
 
 
+def copies_stay_apart(program: Program) -> None:
+    """A bulk copy does not write what it reads, as far as that is plain; the regions of a routing tell the rest."""
+    for task in program.tasks:
+        for op in walk(task.body):
+            if not isinstance(op, Copy) or op.source.name != op.target.name:
+                continue
+            here = program.world_size == 1 or all(p in (None, Rank()) for p in (op.source_peer, op.target_peer))
+            if here and all(map(_surely_overlap, op.source_index, op.target_index)):
+                raise VerifyError(f"this copies '{op.source.name}' onto itself: {COPIES_APART}", op.location)
+
+
 RULES: tuple[Callable[[Program], None], ...] = (
     has_tasks,
     names_are_plain,
@@ -109,7 +125,29 @@ RULES: tuple[Callable[[Program], None], ...] = (
     symbols_are_in_scope,
     orders_make_sense,
     peers_have_symmetric_memory,
+    copies_stay_apart,
 )
+
+
+def _surely_overlap(a: IndexItem, b: IndexItem) -> bool:
+    """Whether two items share a position, whatever the values of symbols."""
+    if isinstance(a, Rows) or isinstance(b, Rows):
+        return False
+    if any(isinstance(item, Slice) and item.stop is not None for item in (a, b)):
+        return False  # either may be empty
+    (base_a, low_a), (base_b, low_b) = (_base_and_offset(i.start if isinstance(i, Slice) else i) for i in (a, b))
+    size_a, size_b = (item.size if isinstance(item, Slice) else 1 for item in (a, b))
+    return base_a == base_b and low_a < low_b + size_b and low_b < low_a + size_a
+
+
+def _base_and_offset(scalar: Expr) -> tuple[Expr, int]:
+    """`i * 4 + 3` as (`i * 4`, 3)."""
+    if isinstance(scalar, Const):
+        return Const(0), scalar.value
+    if isinstance(scalar, Binary) and scalar.op in ("add", "sub") and isinstance(scalar.rhs, Const):
+        base, offset = _base_and_offset(scalar.lhs)
+        return base, offset + (scalar.rhs.value if scalar.op == "add" else -scalar.rhs.value)
+    return scalar, 0
 
 
 def _check_names(named: Sequence[tuple[str, str]], location: SourceLocation | None) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from tileweave.codegen.reference.machine import Array, Frame, Observer, World, make_world
 from tileweave.codegen.reference.ops import Blocked, Steps, run
+from tileweave.compiler.binding import bind
 from tileweave.compiler.program import Program
-from tileweave.compiler.regions import Regions, bind, regions
+from tileweave.compiler.regions import Regions, regions
 from tileweave.compiler.schedule import Queues, Schedule, build_queues
 from tileweave.errors import HangError
 from tileweave.primitives.expr import Index

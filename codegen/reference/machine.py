@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tileweave.codegen.reference.scalars import Scalars
+from tileweave.compiler.binding import Routing
 from tileweave.compiler.program import Program
-from tileweave.compiler.regions import Routing
 from tileweave.errors import ArgumentError
 from tileweave.primitives.expr import IntArray
 from tileweave.primitives.memory import Memory, Table, Tensor

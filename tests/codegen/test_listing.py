@@ -10,8 +10,8 @@ import torch
 
 import tileweave as tw
 from tileweave.codegen.listing import Bound, list_tiles
+from tileweave.compiler.binding import check_shape
 from tileweave.compiler.order import ORDERS
-from tileweave.compiler.regions import check_shape
 from tileweave.moe.cases import layer_case, routed_case
 from tileweave.primitives.memory import Table
 

@@ -18,10 +18,12 @@ import pytest
 from tests.codegen.test_reference_moe import CASES, TILES, make_data, make_launch
 from tileweave.codegen.reference.interpret import interpret
 from tileweave.codegen.reference.machine import Touch
+from tileweave.compiler.binding import bind
+from tileweave.compiler.boxes import Boxes, Counts
 from tileweave.compiler.config import Config
 from tileweave.compiler.passes import compile_program
 from tileweave.compiler.program import Program
-from tileweave.compiler.regions import Boxes, Counts, Regions, bind, regions
+from tileweave.compiler.regions import Regions, regions
 from tileweave.compiler.schedule import Schedule
 from tileweave.compiler.trace import Kernel, kernel
 from tileweave.errors import BoundsError
@@ -172,9 +174,10 @@ class _Author:
 
     def copy(self) -> None:
         far = [m for m in self.memories if m.space == "symmetric"]
-        near = [m for m in self.memories if m.dtype == far[0].dtype]
         sizes = (self.random.randint(1, 5), self.random.randint(1, 5))
-        one, other = self.random.choice(far), self.random.choice(near)
+        one = self.random.choice(far)
+        near = [m for m in self.memories if m.dtype == one.dtype and m is not one]  # it must not overlap itself
+        other = self.random.choice(near)
         verb = self.random.choice([tw.put, tw.get])
         target, source = (one, other) if verb is tw.put else (other, one)
         verb(target, self.access(target, sizes)[0], source, self.access(source, sizes)[0], self.within(tw.world_size()))

@@ -14,9 +14,10 @@ from tests.compiler.test_regions import COLUMNS, ROWS, random_arguments, random_
 from tests.engine.c_engine import run_on_c
 from tileweave.codegen.reference import bf16
 from tileweave.codegen.reference.interpret import interpret
+from tileweave.compiler.binding import bind
 from tileweave.compiler.config import Config
 from tileweave.compiler.passes import compile_program
-from tileweave.compiler.regions import bind, regions
+from tileweave.compiler.regions import regions
 from tileweave.compiler.trace import Kernel
 from tileweave.primitives.memory import Table, Tensor
 

@@ -60,8 +60,30 @@ def test_a_dot_takes_its_accumulator_as_an_operand() -> None:
     agree(square, (tw.Tensor((40, 40)),) * 2, [{"x": normal((40, 40)), "out": empty((40, 40))}])
 
 
-@pytest.mark.xfail(strict=True, reason="tw.put goes row by row with memcpy, also where source and target overlap")
-def test_a_put_may_overlap_its_source() -> None:
+@pytest.mark.parametrize("get", [False, True])
+def test_a_copy_onto_itself_is_refused(get: bool) -> None:
+    @tw.kernel
+    def shift(x: tw.Tensor, out: tw.Tensor) -> None:
+        box = tw.symmetric("box", (16, 8))
+
+        @tw.task(grid={"m": 2})
+        def body(m: tw.Expr) -> None:
+            columns = tw.ds(0, 8)
+            copy_rows = tw.get if get else tw.put
+            copy_rows(box, (tw.ds(m * 8 + 1, 7), columns), box, (tw.ds(m * 8, 7), columns), tw.rank())
+            tw.store(out, (tw.ds(0, 8), columns), tw.load(x, (tw.ds(0, 8), columns)))
+
+    with pytest.raises(
+        tw.errors.VerifyError, match=r"copies 'box' onto itself: .* load the tile and store it"
+    ) as caught:
+        tw.compile(shift, *(tw.Tensor((8, 8)),) * 2, world_size=2)
+    assert caught.value.location is not None
+    assert "copy_rows(box" in caught.value.location.text
+
+
+def test_a_loaded_tile_may_be_stored_over_its_source() -> None:
+    """What the error of an overlapping copy advises."""
+
     @tw.kernel
     def shift(x: tw.Tensor, out: tw.Tensor) -> None:
         box = tw.symmetric("box", (8, 8))
@@ -70,10 +92,29 @@ def test_a_put_may_overlap_its_source() -> None:
         def body() -> None:
             whole, columns = (tw.ds(0, 8), tw.ds(0, 8)), tw.ds(0, 8)
             tw.store(box, whole, tw.load(x, whole))
-            tw.put(box, (tw.ds(1, 7), columns), box, (tw.ds(0, 7), columns), tw.rank())
+            tw.store(box, (tw.ds(1, 7), columns), tw.load(box, (tw.ds(0, 7), columns)))
             tw.store(out, whole, tw.load(box, whole))
 
     agree(shift, (tw.Tensor((8, 8)),) * 2, [{"x": normal((8, 8)), "out": empty((8, 8))}])
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_copy_whose_place_a_table_gives_is_checked_for_overlap(listed: bool) -> None:
+    @tw.kernel
+    def move(table: tw.Table, out: tw.Tensor) -> None:
+        box = tw.symmetric("box", (16, 8))
+
+        @tw.task(grid={})
+        def body() -> None:
+            columns = tw.ds(0, 8)
+            rows = table.rows(tw.ds(0, 4)) if listed else tw.ds(table[0], 4)
+            tw.put(box, (rows, columns), box, (tw.ds(0, 4), columns), tw.rank())
+            tw.store(out, columns, tw.load(box, (0, columns)))
+
+    kernel = tw.compile(move, tw.Table((4,)), tw.Tensor((8,)))
+    kernel.check([{"table": np.array([4, 5, -1, 7], np.int32), "out": (8,)}])
+    with pytest.raises(tw.errors.RaceError, match="copies 'box' onto itself on rank 0"):
+        kernel.check([{"table": np.array([3, 9, 8, 7], np.int32), "out": (8,)}])
 
 
 def test_readers_beside_a_tile_that_updates_are_a_race() -> None:
