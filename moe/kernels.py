@@ -169,8 +169,7 @@ def grouped_gemm_activation(
     out: Tensor | None = None,
 ) -> Ready:
     """`activation(rows · gateᵀ) * (rows · upᵀ)` for each expert's rows, or `activation(rows · upᵀ)` when not gated."""
-    _, wide, _ = weights.gate_up.shape
-    width = int(wide) // 2 if shape.gated else int(wide)
+    width = activated_width(weights.gate_up, shape)
     memory = tw.workspace("activations", (shape.capacity, width), weights.gate_up.dtype) if out is None else out
     counters = tw.signals("activation_tiles", (shape.num_local_experts, row_tiles(shape.capacity, tiles)))
 
@@ -179,13 +178,7 @@ def grouped_gemm_activation(
         rows = expert_rows(plan, expert, m, tiles)
         start, stop = plan.expert_offsets[expert] + m * tiles.rows, plan.expert_offsets[expert + 1]
         tw.wait(received.counters, (expert, m), tw.minimum(stop - start, tiles.rows))
-        columns = [(expert, tw.ds(part + n * tiles.columns, tiles.columns, stop=part + width))
-                   for part in ((0, width) if shape.gated else (0,))]  # fmt: skip
-        parts = linear(received.memory, rows, weights.gate_up, columns, tiles)
-        parts = [add_bias(part, weights.gate_up_bias, at) for part, at in zip(parts, columns, strict=True)]
-        value = ACTIVATIONS[shape.activation](parts[0])
-        if shape.gated:
-            value = value * parts[1]
+        value = activated(received.memory, rows, (weights.gate_up, weights.gate_up_bias), (expert,), n, shape, tiles)
         tw.store(memory, (rows, tw.ds(n * tiles.columns, tiles.columns, stop=width)), value)
         if out is None:
             tw.signal(counters, (expert, m))
@@ -276,7 +269,7 @@ def shared_expert(x: Tensor, weights: WeightSpecs, shape: LayerShape, tiles: Til
         return None
     num_tokens, hidden = x.shape
     gate_up, down = weights.shared_gate_up, weights.shared_down
-    width = int(down.shape[1])
+    width = activated_width(gate_up, shape)
     middle = tw.workspace("shared_activations", (shape.max_tokens, width), x.dtype)
     middle_done = tw.signals("shared_activation_tiles", (row_tiles(shape.max_tokens, tiles),))
     memory = tw.workspace("shared_results", (shape.max_tokens, int(hidden)), x.dtype)
@@ -288,12 +281,7 @@ def shared_expert(x: Tensor, weights: WeightSpecs, shape: LayerShape, tiles: Til
     @tw.task(grid=grid(width))
     def shared_gate_up(m: Expr, n: Expr) -> None:
         rows = tw.ds(m * tiles.rows, tiles.rows, stop=num_tokens)
-        columns = [(tw.ds(part + n * tiles.columns, tiles.columns, stop=part + width),)
-                   for part in ((0, width) if shape.gated else (0,))]  # fmt: skip
-        parts = linear(x, rows, gate_up, columns, tiles)
-        value = ACTIVATIONS[shape.activation](parts[0])
-        if shape.gated:
-            value = value * parts[1]
+        value = activated(x, rows, (gate_up, None), (), n, shape, tiles)
         tw.store(middle, (rows, tw.ds(n * tiles.columns, tiles.columns, stop=width)), value)
         tw.signal(middle_done, m)
 
@@ -360,6 +348,35 @@ def expert_grid(plan: Plan[Table], shape: LayerShape, tiles: Tiles, columns: int
 def expert_rows(plan: Plan[Table], expert: Expr, m: Expr, tiles: Tiles) -> tw.Slice:
     """Row tile `m` of an expert; its last one may be partial."""
     return tw.ds(plan.expert_offsets[expert] + m * tiles.rows, tiles.rows, stop=plan.expert_offsets[expert + 1])
+
+
+def activated_width(gate_up: Memory, shape: LayerShape) -> int:
+    """Columns of `activation(rows · gateᵀ) * (rows · upᵀ)`, for `gate_up` `[…, columns, hidden]` with gate above up."""
+    columns = int(gate_up.shape[-2])
+    return columns // 2 if shape.gated else columns
+
+
+def activated(
+    x: Memory,
+    rows: tw.Slice,
+    gate_up: tuple[Memory, Memory | None],
+    expert: tuple[ScalarLike, ...],
+    n: Expr,
+    shape: LayerShape,
+    tiles: Tiles,
+) -> Tile:
+    """Column tile `n` of `activation(rows · gateᵀ) * (rows · upᵀ)`, or of `activation(rows · upᵀ)` when not gated.
+
+    `gate_up` is a weight and its bias, whose indices begin with `expert`.
+    """
+    weight, bias = gate_up
+    width = activated_width(weight, shape)
+    columns = [(*expert, tw.ds(part + n * tiles.columns, tiles.columns, stop=part + width))
+               for part in ((0, width) if shape.gated else (0,))]  # fmt: skip
+    parts = linear(x, rows, weight, columns, tiles)
+    parts = [add_bias(part, bias, at) for part, at in zip(parts, columns, strict=True)]
+    value = ACTIVATIONS[shape.activation](parts[0])
+    return value * parts[1] if shape.gated else value
 
 
 def linear(
