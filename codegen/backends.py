@@ -36,7 +36,21 @@ def _triton_load(lowered: Lowered, config: Config, group: Group) -> Engine:
     return TritonExecutable(lowered, config.gpu, group)
 
 
+def _tilelang_source(lowered: Lowered, config: Config) -> str:
+    from tileweave.codegen.tilelang.emit import emit_module
+    from tileweave.codegen.tilelang.target import target_of
+
+    return emit_module(lowered, target_of(lowered.program), config.gpu)
+
+
+def _tilelang_load(lowered: Lowered, _: Config, group: Group) -> Engine:
+    from tileweave.codegen.tilelang.engine import TileLangExecutable
+
+    return TileLangExecutable(lowered, group)
+
+
 BACKENDS: Mapping[str, Backend] = {
     "c": Backend(lambda lowered, _: emit_unit(lowered), lambda lowered, _, group: Executable(lowered, group)),
     "triton": Backend(_triton_source, _triton_load),
+    "tilelang": Backend(_tilelang_source, _tilelang_load),
 }

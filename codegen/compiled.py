@@ -34,7 +34,7 @@ from tileweave.primitives.memory import Memory, Table
 from tileweave.primitives.ops import accesses, walk
 
 logger = logging.getLogger("tileweave")
-BackendName = Literal["c", "triton"]
+BackendName = Literal["c", "triton", "tilelang"]
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ def compile(  # noqa: A001  (the name users expect: tw.compile)
         kernel: a function under `@tw.kernel`.
         specs: one per positional parameter: `tw.Tensor`, `tw.Table`, a dataclass of these, or a plain value.
         world_size: number of ranks.
-        backend: `c`, the engine of a machine without a GPU, or `triton`, which runs on CPU ranks in Triton's
-            interpreter (set TRITON_INTERPRET=1).
+        backend: `c`, the engine of a machine without a GPU; or, to try what GPUs are given, `triton`, which runs on
+            CPU ranks in Triton's interpreter (set TRITON_INTERPRET=1), and `tilelang`, which runs there in float32.
         topology: how ranks are spread over nodes; by default all are on one. Between nodes, tiles that send run in
             a companion kernel beside the megakernel.
         target, sync: only the values shown exist so far.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.report import KernelReport, disassemble
@@ -12,6 +12,9 @@ from tileweave.compiler.bounds import upper_bound
 from tileweave.compiler.config import GpuConfig
 from tileweave.compiler.cost import task_cost
 from tileweave.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tileweave.codegen.tilelang.build import GpuBinary
 
 _SM_REGISTERS = 65536
 _SM_THREADS = 2048
@@ -45,17 +48,25 @@ def _triton_binary(target: Target) -> Binary:
     return build(target.lowered, target.gpu, target.arch)
 
 
-BUILDERS: Mapping[str, Callable[[Target], Binary]] = {"triton": _triton_binary}
+def _tilelang_binary(target: Target) -> GpuBinary:
+    from tileweave.codegen.tilelang.build import build_for_gpu
+
+    return build_for_gpu(target.lowered, target.gpu, target.arch)
+
+
+BUILDERS: Mapping[str, Callable[[Target], Binary]] = {"triton": _triton_binary, "tilelang": _tilelang_binary}
 """Backend → machine code."""
 
 
 def binary_text(what: str, target: Target, backend: str) -> str:
-    """`ptx`, `sass` or `report` of a kernel.
+    """`cuda`, `ptx`, `sass` or `report` of a kernel; there is CUDA text of TileLang's kernels alone.
 
     Raises:
         ConfigError: the backend makes no machine code, or the architecture is unknown.
         BuildError: the compiler is missing, or refuses the kernel.
     """
+    if what == "cuda":
+        return _tilelang_binary(target).cuda
     if backend not in BUILDERS:
         raise ConfigError(f"backend {backend!r} makes no GPU code; use one of {', '.join(BUILDERS)}")
     binary = BUILDERS[backend](target)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 # Matrix instructions of sm_80, sm_90 and sm_100.
 _MATRIX = ("HMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
+MAX_SHARED_BYTES = 227 * 1024  # of one worker, on sm_90 and sm_100
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
@@ -27,8 +28,9 @@ class Instructions:
     """Counts of instructions in the text of a kernel, or of one task; widths are bytes a thread.
 
     matrix: matrix multiply instructions (wgmma on sm_90). tma: loads and stores by the tensor
-    memory accelerator. loads, copies, stores: global loads, asynchronous copies to shared
-    memory, and global stores, by width. spills: accesses of local memory.
+    memory accelerator. loads, copies, stores: loads of global memory, asynchronous copies from
+    it to shared memory, and stores to it, by width; with those whose address the compiler takes
+    to be of any memory. spills: accesses of local memory.
     """
 
     matrix: int = 0
@@ -45,17 +47,17 @@ class Instructions:
         def total(*names: str) -> int:
             return sum(count for opcode, count in opcodes.items() if opcode.split(".")[0] in names)
 
-        def widths(name: str) -> dict[int, int]:
+        def widths(*names: str) -> dict[int, int]:
             found: Counter[int] = Counter()
             for opcode, count in opcodes.items():
                 first, *modifiers = opcode.split(".")
-                if first == name:
+                if first in names:
                     found[next((_WIDTHS[m] for m in modifiers if m in _WIDTHS), 4)] += count
             return dict(sorted(found.items()))
 
         return Instructions(
-            total(*_MATRIX), total("UTMALDG", "UTMASTG", "UBLKCP"), widths("LDG"), widths("LDGSTS"), widths("STG"),
-            total("LDL", "STL"),
+            total(*_MATRIX), total("UTMALDG", "UTMASTG", "UBLKCP"), widths("LDG", "LD"), widths("LDGSTS"),
+            widths("STG", "ST"), total("LDL", "STL"),
         )  # fmt: skip
 
 
@@ -77,19 +79,32 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class SourceLines:
-    """Where each task stands in the generated file: `first` to `last` line, both included."""
+    """The lines of the generated file that each task stands in."""
 
     file: str
-    tasks: Mapping[str, tuple[int, int]]
+    tasks: Mapping[str, Sequence[range]]
 
     def task_of(self, chain: list[tuple[str, int]]) -> str | None:
         """The task whose lines an instruction comes from, through whatever was inlined."""
         for file, line in chain:
             if Path(file).name == self.file:
-                for name, (first, last) in self.tasks.items():
-                    if first <= line <= last:
+                for name, spans in self.tasks.items():
+                    if any(line in span for span in spans):
                         return name
         return None
+
+
+def check_shared_memory(name: str, shared_bytes: int) -> None:
+    """Refuse a kernel whose worker does not fit an SM.
+
+    Raises:
+        BuildError: it needs more shared memory than there is.
+    """
+    if shared_bytes > MAX_SHARED_BYTES:
+        raise BuildError(
+            f"kernel '{name}' needs {shared_bytes:,} bytes of shared memory, but a worker can have "
+            f"{MAX_SHARED_BYTES:,}; use smaller tiles or fewer stages"
+        )
 
 
 def report_of_cubin(cubin: bytes, name: str, lines: SourceLines | None = None) -> KernelReport:

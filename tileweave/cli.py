@@ -33,9 +33,18 @@ class Emit(str, Enum):
     schedule = "schedule"
     c = "c"
     triton = "triton"
+    tilelang = "tilelang"
+    cuda = "cuda"
     ptx = "ptx"
     sass = "sass"
     report = "report"
+
+
+class Through(str, Enum):
+    """Backends that make machine code of GPUs."""
+
+    triton = "triton"
+    tilelang = "tilelang"
 
 
 class Arch(str, Enum):
@@ -133,6 +142,7 @@ def compile(  # noqa: A001, PLR0913, PLR0917  (the command's name; one parameter
     order: Annotated[Optional[str], typer.Option(help="Name of an order.")] = None,  # noqa: UP045
     queue: Annotated[Optional[Queue], typer.Option(help="Kind of queues.")] = None,  # noqa: UP045
     arch: Annotated[Arch, typer.Option(help="GPU that ptx, sass and report are for; none need be here.")] = Arch.sm_90,
+    through: Annotated[Through, typer.Option(help="Backend of ptx, sass and report.")] = Through.triton,
     model: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="NAME", help="A kernel of tileweave.moe for this model's layer, such as DeepSeek-V3."),
@@ -146,7 +156,7 @@ def compile(  # noqa: A001, PLR0913, PLR0917  (the command's name; one parameter
         from tileweave.commands.compile import Overrides, Request, run_compile
 
         changes = Overrides(workers, comm_workers, order, None if queue is None else queue.value)
-        run_compile(Request(kernel, emit.value, arch.value, world_size, model), changes, json)
+        run_compile(Request(kernel, emit.value, arch.value, through.value, world_size, model), changes, json)
 
 
 @bench_app.command("cpu")

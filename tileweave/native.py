@@ -149,11 +149,11 @@ def _cpu() -> str:
     return "\n".join([os.uname().machine, *lines])
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `path` so that others see all of it or nothing; any number of processes and threads may write it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        partial.write_text(text)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
-import subprocess
 from pathlib import Path
 
 from tileweave import knobs
 from tileweave.codegen.cuda.companion import emit_companion
+from tileweave.codegen.cuda.nvcc import compile_cuda, find_tool, run_tool
 from tileweave.codegen.lower import Lowered
 from tileweave.errors import BuildError, ConfigError
 from tileweave.native import write_atomically
@@ -29,7 +28,7 @@ def build_companion(lowered: Lowered, arch: str) -> bytes:
         name, topology = lowered.program.name, lowered.schedule.topology
         raise ConfigError(f"kernel '{name}' has no companion: nothing leaves a node of topology '{topology.name}'")
     text = emit_companion(lowered, lowered.companion)
-    nvshmem, nvcc, nvlink = nvshmem_folder(), _tool("nvcc"), _tool("nvlink")
+    nvshmem, nvcc, nvlink = nvshmem_folder(), find_tool("nvcc"), find_tool("nvlink")
     header = (INCLUDE_DIR / "tw_companion.cuh").read_text()
     digest = hashlib.sha256("\0".join([text, header, arch, str(nvshmem), nvcc]).encode()).hexdigest()[:12]
     source = knobs.cache_dir.get() / f"{lowered.program.name}_companion_{digest}.cu"
@@ -38,13 +37,12 @@ def build_companion(lowered: Lowered, arch: str) -> bytes:
         return linked.read_bytes()
     source.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(source, text)
-    relocatable = source.with_suffix(".o.cubin")
     # Relocatable device code would ruin a megakernel's matrix instructions; this kernel has none.
-    flags = ["-std=c++17", "-O3", "-rdc=true", "-cubin", "-lineinfo"]
-    _run([nvcc, f"-arch={arch}", *flags, f"-I{INCLUDE_DIR}", f"-I{nvshmem / 'include'}", str(source),
-          "-o", str(relocatable)])  # fmt: skip
+    includes = [INCLUDE_DIR, nvshmem / "include"]
+    relocatable = source.with_suffix(".o.cubin")
+    relocatable.write_bytes(compile_cuda(source, arch, includes, ["-rdc=true"]).cubin)
     library = nvshmem / "lib" / "libnvshmem_device.a"
-    _run([nvlink, f"-arch={arch}", str(relocatable), str(library), "-o", str(linked)])
+    run_tool([nvlink, f"-arch={arch}", str(relocatable), str(library), "-o", str(linked)])
     return linked.read_bytes()
 
 
@@ -63,16 +61,3 @@ def nvshmem_folder() -> Path:
         if (folder / "lib" / "libnvshmem_device.a").is_file():
             return folder
     raise BuildError("sends between nodes need NVSHMEM's device library; run: pip install 'nvidia-nvshmem-cu13>=3.8'")
-
-
-def _tool(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise BuildError(f"{name} is not on the PATH; install the CUDA toolkit, 13.0 or later")
-    return path
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode != 0:
-        raise BuildError(f"{Path(command[0]).name} failed (exit code {done.returncode}): {done.stderr.strip()[:2000]}")

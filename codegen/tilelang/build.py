@@ -1,21 +1,26 @@
-"""Emitted TileLang compiled: to a library for CPU ranks."""
+"""Emitted TileLang compiled: to a library for CPU ranks, or to machine code of a GPU."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tileweave import native
+from tileweave import knobs, native
+from tileweave.codegen.cuda.nvcc import compile_cuda
 from tileweave.codegen.lower import Lowered
+from tileweave.codegen.report import KernelReport, SourceLines, check_shared_memory, report_of_cubin
+from tileweave.codegen.tilelang.emit import DEFAULT_GPU, pipeline_of
 from tileweave.codegen.tilelang.source import load_module, write_source
 from tileweave.codegen.tilelang.target import Target, require_tilelang
 from tileweave.compiler.config import GpuConfig
-from tileweave.errors import BuildError
+from tileweave.errors import BuildError, ConfigError
+from tileweave.native import write_atomically
 
 # TileLang's guards against accesses out of bounds also skip calls of device functions, signals included; the emitted
 # text has conditions of its own. Without `noalias` memory that peers write is not taken to be constant.
@@ -30,6 +35,10 @@ PASSES: Mapping[str, Any] = {
 _TARGETS: Mapping[Target, Any] = {"c": "c", "cuda": {"kind": "cuda", "arch": "sm_90a"}}
 _C_FLAGS = (*native.DEFAULT_FLAGS, "-w", "-lm")
 _INCLUDES = re.compile(r"^#include <tl_templates.*$", re.MULTILINE)
+_ADDRESS = re.compile(r"\(\*\(void\* \*\)\(&\((\w+)\)\)\)")
+_MARK = re.compile(r"^ *tw_task\((-?\d+)\);$")
+_SERIALISED = "C7510"  # ptxas: "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+_STATIC_BYTES = 1024  # barriers and the like
 _lowering = threading.Lock()
 
 
@@ -56,7 +65,72 @@ def build_for_cpu(lowered: Lowered) -> CpuLibrary:
     return CpuLibrary(path, function, parameters_of(source, function))
 
 
-def lower_kernel(lowered: Lowered, target: Target, gpu: GpuConfig = GpuConfig()) -> str:
+@dataclass(frozen=True)
+class GpuBinary:
+    """A kernel as CUDA text and compiled by nvcc: `ptx` text, `cubin` bytes, shared memory of a worker in bytes."""
+
+    name: str
+    cuda: str
+    ptx: str
+    cubin: bytes
+    ring_bytes: int
+    lines: SourceLines
+
+    def report(self) -> KernelReport:
+        """Registers, spills and instructions, for all and for each task.
+
+        Raises:
+            BuildError: no disassembler.
+        """
+        found = report_of_cubin(self.cubin, f"{self.name}_kernel", self.lines)
+        return replace(found, name=self.name, shared_bytes=found.shared_bytes + self.ring_bytes)
+
+
+def build_for_gpu(lowered: Lowered, gpu: GpuConfig, arch: str) -> GpuBinary:
+    """Lower for target `cuda` and compile with nvcc, which takes about 10 s, or find both in the cache.
+
+    Raises:
+        ConfigError: an architecture or a number of warps that this backend has no text for.
+        BuildError: no TileLang or no nvcc, or one of them refuses the kernel; or it does not fit an SM.
+        CompileError: the target has no text for the kernel.
+    """
+    name = lowered.program.name
+    if arch != "sm_90":
+        raise ConfigError(f"arch={arch!r}: TileLang code is for sm_90; use the Triton backend")
+    ring_bytes = pipeline_of(lowered, gpu).ring_bytes
+    check_shared_memory(name, ring_bytes + _STATIC_BYTES)
+    text = lower_kernel(lowered, "cuda", gpu)
+    import tilelang
+
+    root = Path(tilelang.__file__).parent
+    path = knobs.cache_dir.get() / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.cu"
+    cubin, ptx = path.with_suffix(".cubin"), path.with_suffix(".ptx")
+    if not (cubin.exists() and ptx.exists()):
+        write_atomically(path, text)
+        compiled = compile_cuda(path, "sm_90a", [root / "src", root / "3rdparty" / "cutlass" / "include"], ["-w"])
+        if _SERIALISED in compiled.log:
+            raise BuildError(f"kernel '{name}': the assembler serialises its matrix instructions; its text is {path}")
+        write_atomically(ptx, compiled.ptx)
+        write_atomically(cubin, compiled.cubin)
+    lines = _source_lines(lowered, text, path.name)
+    return GpuBinary(name, text, ptx.read_text(), cubin.read_bytes(), ring_bytes, lines)
+
+
+def _source_lines(lowered: Lowered, text: str, file: str) -> SourceLines:
+    """The lines between the marks of each task: the feeders' and the consumers' part of it."""
+    spans: dict[str, list[range]] = {task.task.name: [] for task in lowered.tasks}
+    name_of = {task.number: task.task.name for task in lowered.tasks}
+    begun = 0, -1
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = _MARK.match(line)
+        if mark is not None and int(mark.group(1)) >= 0:
+            begun = number, int(mark.group(1))
+        elif mark is not None:
+            spans[name_of[begun[1]]].append(range(begun[0], number))
+    return SourceLines(file, spans)
+
+
+def lower_kernel(lowered: Lowered, target: Target, gpu: GpuConfig = DEFAULT_GPU) -> str:
     """TileLang's C or CUDA text of the kernel.
 
     Raises:
@@ -78,10 +152,15 @@ def _lower(path: Path, name: str, target: Target) -> str:
     try:
         kernel = getattr(load_module(path), name)
         with tvm.transform.PassContext(opt_level=3, config=dict(PASSES)), made:
-            # Memory that peers write must not be taken for constant.
-            return str(tilelang.lower(kernel, target=made).kernel_source).replace("__restrict__ ", "")
+            source = str(tilelang.lower(kernel, target=made).kernel_source)
+        return _of_global_memory(source) if target == "cuda" else source
     except Exception as error:
         raise BuildError(f"TileLang refused kernel '{name}': {_last_line(error)}; its source is {path}") from error
+
+
+def _of_global_memory(source: str) -> str:
+    """The text, told that memory which peers write is not constant, and that addresses are of global memory."""
+    return _ADDRESS.sub(r"__cvta_global_to_generic(\1)", source.replace("__restrict__ ", ""))
 
 
 def parameters_of(source: str, function: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tileweave.codegen.copies import expand_copies
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.tilelang.kernel import serial_kernel
-from tileweave.codegen.tilelang.pipeline import plan_pipeline
+from tileweave.codegen.tilelang.pipeline import Pipeline, plan_pipeline
 from tileweave.codegen.tilelang.scalars import identifier
 from tileweave.codegen.tilelang.specialised import RoleText, specialised_kernel
 from tileweave.codegen.tilelang.target import Target
@@ -16,6 +16,7 @@ from tileweave.codegen.tilelang.tasks import TaskText, consumer_task, feeder_tas
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import ConfigError
 
+DEFAULT_GPU = GpuConfig(warps=8, stages=4, loads="tma")
 WARPGROUPS: Mapping[int, int] = {4: 1, 8: 2}
 """Warpgroups that multiply, by warps of a worker."""
 
@@ -25,7 +26,7 @@ _IMPORTS: Mapping[Target, tuple[str, str]] = {
 }
 
 
-def emit_module(lowered: Lowered, target: Target, gpu: GpuConfig = GpuConfig()) -> str:
+def emit_module(lowered: Lowered, target: Target, gpu: GpuConfig = DEFAULT_GPU) -> str:
     """Python source of `lowered` for TileLang 0.1.15.
 
     Raises:
@@ -59,18 +60,34 @@ def _serial(lowered: Lowered) -> Iterator[str]:
 
 
 def _specialised(lowered: Lowered, gpu: GpuConfig) -> Iterator[str]:
-    if gpu.warps not in WARPGROUPS:
-        raise ConfigError(
-            f"GpuConfig.warps={gpu.warps}: TileLang, target 'cuda', takes {', '.join(map(str, WARPGROUPS))}"
-        )
-    tasks = [replace(task, task=expand_copies(task.task)) for task in lowered.tasks]
-    pipeline = plan_pipeline([task.task for task in tasks], gpu.stages, WARPGROUPS[gpu.warps])
-    feeders = {task.number: text for task in tasks if (text := feeder_task(lowered, task, pipeline)) is not None}
-    consumers = {task.number: consumer_task(lowered, task, pipeline) for task in tasks}
+    lowered = _expanded(lowered)
+    pipeline = pipeline_of(lowered, gpu)
+    feeders = {
+        task.number: text for task in lowered.tasks if (text := feeder_task(lowered, task, pipeline)) is not None
+    }
+    consumers = {task.number: consumer_task(lowered, task, pipeline) for task in lowered.tasks}
     yield from map(_macro, (*feeders.values(), *consumers.values()))
-    dims = [len(task.task.dims) for task in tasks]
+    dims = [len(task.task.dims) for task in lowered.tasks]
     roles = [RoleText(list(role.items()), [dims[number] for number in role]) for role in (feeders, consumers)]
     yield specialised_kernel(lowered, pipeline, *roles)
+
+
+def _expanded(lowered: Lowered) -> Lowered:
+    """`lowered` without bulk copies."""
+    return replace(lowered, tasks=tuple(replace(task, task=expand_copies(task.task)) for task in lowered.tasks))
+
+
+def pipeline_of(lowered: Lowered, gpu: GpuConfig) -> Pipeline:
+    """The main loops of a kernel for target `cuda`.
+
+    Raises:
+        CompileError: a main loop that wgmma, or the tensor memory accelerator, cannot run.
+        ConfigError: warps that are not one or two warpgroups.
+    """
+    if gpu.warps not in WARPGROUPS:
+        known = " or ".join(map(str, WARPGROUPS))
+        raise ConfigError(f"GpuConfig.warps={gpu.warps}: TileLang, target 'cuda', takes {known}")
+    return plan_pipeline([task.task for task in lowered.tasks], gpu.stages, WARPGROUPS[gpu.warps])
 
 
 def _macro(task: TaskText) -> str:

@@ -149,18 +149,29 @@ class Nest:
         writer, dtype = self.writer, TILELANG_TYPES[op.memory.dtype]
         along = self.vector in at
         name = writer.array("l", (self.width if along else 1,), dtype)
-        lanes = f"for e in T.vectorized({self.width}):"
-        place, text = (f"{name}[e]", spot.text("e")) if along else (f"{name}[0]", spot.text())
-        heads = (lanes,) if along else ()
+        if along:
+            self._move(op, spot, f"{name}[e]", spot.text("e"))
+            return f"{name}[e]"
+        self._move(op, spot, f"{name}[0]", spot.text())
+        return f"{name}[0]"
+
+    def copy(self, op: Load, at: tuple[str, ...], target: Spot) -> None:
+        """Load and store: with nothing in between the compiler keeps both `width` elements wide."""
+        spot = self.spot(op.memory, op.index, op.peer, at)
+        self._move(op, spot, target.text("e"), spot.text("e"))
+
+    def _move(self, op: Load, spot: Spot, place: str, text: str) -> None:
+        """`place = text`, for a vector if it names one, and zero where the row is masked."""
+        writer = self.writer
+        lanes = (f"for e in T.vectorized({self.width}):",) if place.endswith("e]") else ()
         if spot.condition is None:
-            with writer.blocks(heads):
+            with writer.blocks(lanes):
                 writer.line(f"{place} = {text}")
-            return place
-        with writer.block(f"if {spot.condition}:"), writer.blocks(heads):
+            return
+        with writer.block(f"if {spot.condition}:"), writer.blocks(lanes):
             writer.line(f"{place} = {text}")
-        with writer.block("else:"), writer.blocks(heads):
+        with writer.block("else:"), writer.blocks(lanes):
             writer.line(f"{place} = {_zero(op)}")
-        return place
 
     def spot(self, memory: Memory, index: Index, peer: Peer, at: tuple[str, ...]) -> Spot:
         """Where the element at `at` of a tile lies; lines that look up listed rows and peers are added."""

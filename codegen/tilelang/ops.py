@@ -78,6 +78,10 @@ def _store(writer: TaskWriter, op: Store) -> None:
     with elements(writer, op.value, stored_extents(op)) as nest:
         spot = nest.spot(op.memory, op.index, op.peer, nest.at)
         with writer.blocks((f"if {spot.condition}:",) if spot.condition else ()):
+            source = None if op.value.id in writer.kept else writer.definitions[op.value.id]
+            if nest.width > 1 and isinstance(source, Load) and source.memory.dtype == op.memory.dtype:
+                nest.copy(source, nest.at, spot)
+                return
             text = nest.element(op.value, nest.at)
             if op.value.dtype != op.memory.dtype:
                 text = f"T.cast({text}, {TILELANG_TYPES[op.memory.dtype]})"

@@ -28,9 +28,9 @@ BINARY: Mapping[str, str] = {
 
 _TAKEN = frozenset(
     """
-    T auto char const device do double empty entry enum extern float full goto heap inline int kernel launch limit long
-    main memory position rank register restrict seen short signed sizeof slot state static struct switch task thread turn
-    typedef union unsigned void volatile worker
+    T auto char const device do double empty entry enum extern float full goto heap inline int kernel launch
+    limit long main memory position rank register restrict seen short signed sizeof slot state static struct
+    switch task thread turn typedef union unsigned void volatile worker
     """.split()  # noqa: SIM905  (a list of words is easier to read without quotes)
 )
 _GENERATED = re.compile(r"[a-z]\d+|acc\d+|ring\d+|run_.*|feed_.*|tw_.*")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.codegen.lower import Lowered
-from tileweave.codegen.report import KernelReport, SourceLines, report_of_cubin
+from tileweave.codegen.report import KernelReport, SourceLines, check_shared_memory, report_of_cubin
 from tileweave.codegen.triton.persistent import companion_name
 from tileweave.codegen.triton.source import load_kernel, write_source
 from tileweave.compiler.config import GpuConfig
@@ -19,7 +19,6 @@ from tileweave.errors import BuildError, ConfigError
 
 ARCHITECTURES = ("sm_90", "sm_100")
 COMPANION_WARPS = 8
-MAX_SHARED_BYTES = 227 * 1024  # of one worker on either architecture
 # How the parameters of both kernels are passed; in the order of the emitted signature.
 SIGNATURE = {
     "memory": "*i64", "dims": "*i64", "heap": "*i64", "queue": "*i32", "counts": "*i32", "cursor": "*i32",
@@ -124,11 +123,7 @@ def _compile(lowered: Lowered, gpu: GpuConfig, arch: str, made: _Kernel, options
     except Exception as error:
         raise BuildError(f"Triton refused kernel '{name}' for {arch}: {_first_line(error)}") from error
     shared_bytes = compiled.metadata.shared
-    if shared_bytes > MAX_SHARED_BYTES:
-        raise BuildError(
-            f"kernel '{name}' needs {shared_bytes:,} bytes of shared memory, but a worker on {arch} "
-            f"can have {MAX_SHARED_BYTES:,}; use smaller tiles or fewer stages"
-        )
+    check_shared_memory(name, shared_bytes)
     lines = _source_lines(made.functions, path)
     return Binary(name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes, lines)
 
@@ -141,7 +136,7 @@ def _source_lines(functions: Mapping[str, str], path: Path) -> SourceLines:
         number: min((n for n in starts.values() if n > number), default=len(rows) + 1) - 1 for number in starts.values()
     }
     tasks = {task: starts[function] for task, function in functions.items()}
-    return SourceLines(path.name, {task: (first, ends[first]) for task, first in tasks.items()})
+    return SourceLines(path.name, {task: (range(first, ends[first] + 1),) for task, first in tasks.items()})
 
 
 def _defined(row: str) -> str | None:

@@ -11,6 +11,9 @@ from tileweave.codegen.c.ops import EMIT
 from tileweave.codegen.c.scalars import BINARY
 from tileweave.codegen.listing import TORCH_OPERATORS
 from tileweave.codegen.reference.ops import MEANING
+from tileweave.codegen.tilelang.functions import TILELANG_FUNCTIONS
+from tileweave.codegen.tilelang.ops import EMIT as TILELANG_EMIT
+from tileweave.codegen.tilelang.scalars import BINARY as TILELANG_BINARY
 from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
 from tileweave.codegen.triton.ops import EMIT as TRITON_EMIT
 from tileweave.codegen.triton.scalars import BINARY as TRITON_BINARY
@@ -32,6 +35,7 @@ OP_READINGS: Mapping[str, Mapping[type[Op], object]] = {
     "reference": MEANING,
     "c": EMIT,
     "triton": TRITON_EMIT,
+    "tilelang": TILELANG_EMIT,
 }
 
 
@@ -49,6 +53,7 @@ OPERATOR_READINGS: Mapping[str, Mapping[str, object]] = {
     "torch": TORCH_OPERATORS,
     "c": BINARY,
     "triton": TRITON_BINARY,
+    "tilelang": TILELANG_BINARY,
 }
 
 
@@ -57,7 +62,7 @@ def test_every_operator_has_the_reading(reading: str) -> None:
     assert set(OPERATOR_READINGS[reading]) == set(OPERATORS)
 
 
-@pytest.mark.parametrize("texts", [C_FUNCTIONS, TRITON_FUNCTIONS], ids=["c", "triton"])
+@pytest.mark.parametrize("texts", [C_FUNCTIONS, TRITON_FUNCTIONS, TILELANG_FUNCTIONS], ids=["c", "triton", "tilelang"])
 def test_every_function_has_the_text(texts: Mapping[str, str]) -> None:
     assert set(texts) == set(FUNCTIONS)
     for name, function in FUNCTIONS.items():

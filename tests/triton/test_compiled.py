@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-import tileweave as tw
+from tests.handshake import count, handshake
 from tileweave.compiler.config import GpuConfig
 
 pytest.importorskip("triton")
@@ -50,34 +48,8 @@ def test_layers_of_published_models(model: str, arch: str) -> None:
             assert set(report.tasks["dispatch"].stores) == {16}
 
 
-def handshake(release: Order, acquire: Order, scope: Scope) -> tw.CompiledKernel:
-    """One rank sends a row, tells its peer, and the peer waits."""
-
-    @tw.kernel
-    def exchange(x: tw.Tensor, out: tw.Tensor) -> None:
-        box, full = tw.symmetric("box", (64,)), tw.signals("full", (1,))
-
-        @tw.task(grid={}, role="comm")
-        def send() -> None:
-            tw.remote_store(box, tw.ds(0, 64), tw.load(x, tw.ds(0, 64)), 1 - tw.rank())
-            tw.signal(full, 0, 1, 1 - tw.rank(), order=release, scope=scope)
-
-        @tw.task(grid={})
-        def receive() -> None:
-            tw.wait(full, 0, 1, order=acquire, scope=scope)
-            tw.store(out, tw.ds(0, 64), tw.load(box, tw.ds(0, 64)))
-
-    return tw.compile(exchange, tw.Tensor((64,)), tw.Tensor((64,)), world_size=2, backend="triton")
-
-
 def ptx(release: Order = Order.RELEASE, acquire: Order = Order.ACQUIRE, scope: Scope = Scope.SYSTEM) -> str:
     return build(handshake(release, acquire, scope).lowered, GpuConfig(), "sm_90").ptx
-
-
-def count(text: str, *words: str) -> int:
-    """Instructions whose dotted name holds all of `words`."""
-    names = [word.split(".") for word in re.findall(r"\b(?:red|ld|atom)\.[\w.]+", text)]
-    return sum(set(words) <= set(name) for name in names)
 
 
 def test_signals_release_and_waits_acquire() -> None:

@@ -51,11 +51,15 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile and what to show of it: `target` names a kernel, `model` the layer that it is compiled for."""
+    """What to compile and what to show of it: `target` names a kernel, `model` the layer that it is compiled for.
+
+    `through` is the backend whose machine code is shown.
+    """
 
     target: str
     emit: str
     arch: str = "sm_90"
+    through: str = "triton"
     world_size: int | None = None
     model: str | None = None
 
@@ -218,6 +222,6 @@ def _text(kernel: CompiledKernel, analysis: Analysis | None, request: Request) -
     if emit in BACKENDS:
         return kernel.source(emit)
     if emit in TEXTS:
-        return binary_text(emit, Target(kernel.lowered, kernel.config.gpu, request.arch), "triton")
+        return binary_text(emit, Target(kernel.lowered, kernel.config.gpu, request.arch), request.through)
     assert analysis is not None
     return str(analysis.graph if emit == "graph" else analysis.queues)
