@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from tileweave.errors import ConfigError
 
 QueueKind = Literal["static", "dynamic"]
@@ -86,6 +88,12 @@ class Config:
     tunables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("workers", "comm_workers", "companion_workers"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)):
+                raise ConfigError(f"Config.{name}={value!r}: expected a whole number")
+        if not isinstance(self.tunables, Mapping):
+            raise ConfigError(f"Config.tunables={self.tunables!r}: expected a mapping of names to values")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"Config.workers={self.workers}: expected 1 to {MAX_WORKERS}")
         if not 0 <= self.comm_workers < self.workers:

@@ -98,8 +98,8 @@ def keys_of(program: Program, order: str) -> tuple[Key, ...]:
     Raises:
         ConfigError: no such order.
     """
-    if order not in ORDERS:
-        raise ConfigError(f"order '{order}' is unknown; use one of {', '.join(ORDERS)}")
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ConfigError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     return ORDERS[order](program)
 
 

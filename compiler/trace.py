@@ -14,6 +14,7 @@ from tileweave.compiler.program import Program
 from tileweave.errors import ArgumentError, ConfigError, SourceLocation, TraceError
 from tileweave.primitives.memory import Memory, Table, Tensor
 from tileweave.primitives.recorder import Recorder, recording
+from tileweave.primitives.source import error_location
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def trace(source: Kernel, specs: tuple[object, ...], world_size: int, tunables: 
     recorder = Recorder(world_size)
     with recording(recorder):
         bound = [_bind(recorder, name, spec) for name, spec in zip(names, specs, strict=True)]
-        source.function(*bound, **{**source.tunables, **tunables})
+        try:
+            source.function(*bound, **{**source.tunables, **tunables})
+        except TypeError as error:  # an op with too few arguments, or an operator that scalars do not have
+            raise TraceError(str(error), error_location(error)) from error
     return Program(source.name, world_size, tuple(recorder.memories.values()), tuple(recorder.tasks), source.location)
 
 

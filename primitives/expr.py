@@ -299,6 +299,8 @@ def maximum(a: ScalarLike, b: ScalarLike) -> Expr:
 
 def ceildiv(a: ScalarLike, b: int) -> Expr:
     """`a / b` rounded up, for `a` ≥ 0 and `b` > 0."""
+    if static_size(b) is None:
+        raise TraceError(f"tw.ceildiv needs a static divisor above 0, got {b!r}", caller_location())
     return (as_expr(a) + (b - 1)) // b
 
 

@@ -32,7 +32,7 @@ from tileweave.primitives.ops import (
 )
 from tileweave.primitives.recorder import current
 from tileweave.primitives.source import caller_location
-from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, floats, known_dtype, visible
+from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, floats, known_dtype, number, visible
 
 IndexLike: TypeAlias = "ScalarLike | Slice | Rows | tuple[ScalarLike | Slice | Rows, ...]"
 PeerLike: TypeAlias = "ScalarLike | Rows | None"
@@ -275,11 +275,13 @@ def zeros(shape: tuple[ScalarLike, ...]) -> Tile:
 
 def full(shape: tuple[ScalarLike, ...], value: float) -> Tile:
     """A float32 accumulator with every element `value`."""
+    if not isinstance(shape, (tuple, list)):
+        raise ShapeError(f"a shape is a tuple of sizes, as in (128, 64), got {shape!r}", caller_location())
     sizes = [size for size in map(static_size, shape) if size is not None]
     if len(sizes) != len(shape):
         raise ShapeError(f"a tile needs static sizes above 0, got {shape!r}", caller_location())
     result = current().new_value(sizes, [as_expr(size) for size in sizes], dtypes.float32, mutable=True)
-    current().emit(Fill(caller_location(), result, float(value)))
+    current().emit(Fill(caller_location(), result, number("full", value)))
     return Tile(result)
 
 
@@ -423,6 +425,7 @@ def signal(
     scope: Scope = Scope.SYSTEM,
 ) -> None:
     """Add `amount` to a counter on rank `peer` (this rank by default), after all that the task did before."""
+    _check_order("signal", order, scope)
     where = None if peer is None else _rank_in_world(as_expr(peer))
     op = SignalOp(
         caller_location(), counters, _counter("signal", counters, index), as_expr(amount), where, order, scope
@@ -439,13 +442,26 @@ def wait(
     scope: Scope = Scope.SYSTEM,
 ) -> None:
     """Block until this rank's counter has reached `target` in this launch."""
+    _check_order("wait", order, scope)
+    fixed = simplify(as_expr(target))
+    if isinstance(fixed, int) and fixed < 0:
+        raise TraceError(f"tw.wait for {fixed}: counters start at 0 and only grow", caller_location())
     op = WaitOp(caller_location(), counters, _counter("wait", counters, index), as_expr(target), order, scope)
     current().emit(op)
 
 
 def fence(order: Order = Order.ACQ_REL, scope: Scope = Scope.SYSTEM) -> None:
     """Order the memory accesses of this task before and after this point."""
+    _check_order("fence", order, scope)
     current().emit(Fence(caller_location(), order, scope))
+
+
+def _check_order(what: str, order: Order, scope: Scope) -> None:
+    if not isinstance(order, Order) or not isinstance(scope, Scope):
+        raise TraceError(
+            f"tw.{what} takes an order of tw.Order and a scope of tw.Scope, got {order!r} and {scope!r}",
+            caller_location(),
+        )
 
 
 def _counter(what: str, counters: Signal, index: ScalarLike | tuple[ScalarLike, ...]) -> tuple[Expr, ...]:

@@ -7,11 +7,11 @@ kernel, where `shape` gives plain integers for static dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tileweave.errors import ShapeError
+from tileweave.errors import ShapeError, TraceError
 from tileweave.primitives import dtypes
 from tileweave.primitives.dtypes import DType
 from tileweave.primitives.expr import Dim, Expr, ScalarLike, TableRead, as_expr, clip, simplify, static_size
@@ -70,6 +70,8 @@ def ds(start: ScalarLike, size: ScalarLike, stop: ScalarLike | None = None) -> S
 
 
 def _dims(shape: Sequence[ScalarLike | str]) -> tuple[Expr, ...]:
+    if not isinstance(shape, (tuple, list)):
+        raise ShapeError(f"a shape is a tuple of sizes, as in (128, 64), got {shape!r}", caller_location())
     return tuple(Dim(d) if isinstance(d, str) else as_expr(d) for d in shape)
 
 
@@ -160,6 +162,12 @@ class Table(Memory):
 
     def __getitem__(self, index: ScalarLike | tuple[ScalarLike, ...]) -> Expr:
         return self.read(*(index if isinstance(index, tuple) else (index,)))
+
+    def __iter__(self) -> Iterator[Expr]:
+        raise TraceError(
+            f"table '{self.name}' is known only at run time, so Python cannot loop over it; use tw.range",
+            caller_location(),
+        )
 
     def _check_rank(self, index: Sequence[object]) -> None:
         if len(index) != self.ndim:

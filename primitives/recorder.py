@@ -17,6 +17,7 @@ from tileweave.primitives.ops import GridDim, Op, Role, Task, Value
 from tileweave.primitives.source import caller_location
 
 M = TypeVar("M", bound=Memory)
+MAX_GRID_DIMS = 4
 
 
 @dataclass
@@ -132,11 +133,21 @@ class Recorder:
 
 
 def _grid_dims(grid: Mapping[str, ScalarLike | Callable[..., ScalarLike]]) -> tuple[GridDim, ...]:
+    if not isinstance(grid, Mapping) or not all(isinstance(name, str) for name in grid):
+        raise TraceError(
+            f'a grid is a dictionary of names and extents, as in {{"m": 4}}, got {grid!r}', caller_location()
+        )
+    if len(grid) > MAX_GRID_DIMS:
+        raise TraceError(
+            f"a grid has at most {MAX_GRID_DIMS} dimensions, got {len(grid)} ({', '.join(grid)}); join two into one "
+            "and take them apart with // and %",
+            caller_location(),
+        )
     dims: list[GridDim] = []
     for name, extent in grid.items():
         if callable(extent):
             outer = [d.name for d in dims]
-            wanted = extent.__code__.co_varnames[: extent.__code__.co_argcount]
+            wanted = _parameters(extent)
             unknown = [w for w in wanted if w not in outer]
             if unknown:
                 raise TraceError(
@@ -148,6 +159,14 @@ def _grid_dims(grid: Mapping[str, ScalarLike | Callable[..., ScalarLike]]) -> tu
         else:
             dims.append(GridDim(name, as_expr(extent)))
     return tuple(dims)
+
+
+def _parameters(extent: Callable[..., ScalarLike]) -> tuple[str, ...]:
+    code = getattr(extent, "__code__", None)
+    if code is None:
+        raise TraceError(f"an extent is a scalar or a function of dimensions, got {extent!r}", caller_location())
+    names: tuple[str, ...] = code.co_varnames[: code.co_argcount]
+    return names
 
 
 _CURRENT: ContextVar[Recorder | None] = ContextVar("tileweave_recorder", default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,16 @@ def caller_location() -> SourceLocation | None:
         return None
     column, end_column = _columns(frame)
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, column, end_column)
+
+
+def error_location(error: BaseException) -> SourceLocation | None:
+    """The innermost line outside `primitives/` that led to `error`."""
+    steps = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    outside = [step for step in steps if not _is_own(step[0].f_code.co_filename)]
+    if not outside:
+        return None
+    frame, line = outside[-1]
+    return SourceLocation(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _is_own(file: str) -> bool:

@@ -175,7 +175,7 @@ def assign(target: Tile, value: Tile) -> None:
 
 def elementwise(function: str, *args: TileLike) -> Tile:
     """Record `function` of `FUNCTIONS` over tiles and numbers; the result is float32."""
-    operands = tuple(floats(function, a) if isinstance(a, Tile) else _number(function, a) for a in args)
+    operands = tuple(floats(function, a) if isinstance(a, Tile) else number(function, a) for a in args)
     if len(operands) != FUNCTIONS[function].arity:
         raise ShapeError(
             f"tw.{function} takes {FUNCTIONS[function].arity} operands, got {len(operands)}", caller_location()
@@ -189,7 +189,8 @@ def elementwise(function: str, *args: TileLike) -> Tile:
     return Tile(result)
 
 
-def _number(function: str, value: object) -> float:
+def number(function: str, value: object) -> float:
+    """`value` as a float, if it is a number that is known when the kernel is traced."""
     if isinstance(value, Expr):
         raise DTypeError(
             f"tw.{function} got the scalar `{value}` as a tile operand; scalars form addresses only", caller_location()
