@@ -289,8 +289,6 @@ def compile(  # noqa: A001  (the name users expect: tw.compile)
     if target != "cpu" or sync != "explicit":
         raise ConfigError(f"target={target!r}, sync={sync!r}: this version has target='cpu', sync='explicit'")
     _known(backend)
-    if world_size < 1:
-        raise ConfigError(f"world_size={world_size}: expected at least 1")
     chosen = config or Config()
     program, schedule = compile_program(kernel, specs, world_size, chosen, topology)
     return CompiledKernel(kernel, specs, program, schedule, chosen, backend)

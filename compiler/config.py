@@ -53,6 +53,9 @@ class GpuConfig:
     def __post_init__(self) -> None:
         if self.warps not in (1, 2, 4, 8, 16):
             raise ConfigError(f"GpuConfig.warps={self.warps}: expected 1, 2, 4, 8 or 16")
+        for name, value in (("stages", self.stages), ("registers", self.registers)):
+            if not isinstance(value, (int, np.integer)) and not (name == "registers" and value is None):
+                raise ConfigError(f"GpuConfig.{name}={value!r}: expected a whole number")
         if not 1 <= self.stages <= MAX_STAGES:
             raise ConfigError(f"GpuConfig.stages={self.stages}: expected 1 to {MAX_STAGES}")
         if self.registers is not None and not 32 <= self.registers <= MAX_REGISTERS:

@@ -17,6 +17,7 @@ from tileweave.compiler.schedule import Queues, Schedule, build_queues, build_sc
 from tileweave.compiler.topology import Topology
 from tileweave.compiler.trace import Kernel, trace
 from tileweave.compiler.verify import verify
+from tileweave.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,22 @@ def compile_program(
     kernel: Kernel, specs: tuple[object, ...], world_size: int, config: Config, topology: Topology | None = None
 ) -> tuple[Program, Schedule]:
     """The passes that need no routing: trace → verify → schedule keys → companion. One node if no topology is given."""
+    _check_request(kernel, world_size, config, topology)
     program = trace(kernel, specs, world_size, config.tunables)
     verify(program)
     nodes = topology or Topology.one_node(world_size)
     nodes.check(world_size)
     return program, split_off_node(build_schedule(program, config), program, nodes, config.companion_workers)
+
+
+def _check_request(kernel: Kernel, world_size: int, config: Config, topology: Topology | None) -> None:
+    wanted = (("kernel", kernel, Kernel), ("world_size", world_size, int), ("config", config, Config))
+    for name, value, kind in (*wanted, ("topology", topology or Topology.one_node(1), Topology)):
+        if not isinstance(value, kind):
+            hint = "; put @tw.kernel on it" if kind is Kernel else ""
+            raise ConfigError(f"{name}={value!r}: expected {kind.__name__}, got {type(value).__name__}{hint}")
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: expected at least 1")
 
 
 def analyse(program: Program, schedule: Schedule, arguments: Sequence[Mapping[str, Any]] | Routing) -> Analysis:

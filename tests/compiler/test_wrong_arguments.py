@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import tileweave as tw
+from tileweave.compiler.config import GpuConfig
 
 # Names are looked up among what `compile_with` makes; `@text` is the text itself.
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -142,6 +143,8 @@ def test_wrong_grids(grid: Any) -> None:
         (lambda: tw.Config(comm_workers=None), r"Config.comm_workers=None: expected a whole number"),
         (lambda: tw.Config(companion_workers=[]), r"Config.companion_workers=\[\]: expected a whole number"),
         (lambda: tw.Config(tunables=3), r"Config.tunables=3: expected a mapping"),
+        (lambda: GpuConfig(stages="3"), r"GpuConfig.stages='3': expected a whole number"),
+        (lambda: GpuConfig(registers=1.5), r"GpuConfig.registers=1.5: expected a whole number"),
         (lambda: tw.Config(queue="both"), r"Config.queue='both': expected 'static' or 'dynamic'"),
     ],
 )
@@ -160,3 +163,30 @@ def test_unknown_orders(order: Any) -> None:
 
     with pytest.raises(tw.errors.ConfigError, match="is unknown; use one of program, sends_first"):
         tw.compile(kernel, tw.Tensor((4,)), config=tw.Config(order=order))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"world_size": "2"}, "world_size='2': expected int, got str"),
+        ({"world_size": None}, "world_size=None: expected int"),
+        ({"world_size": 1.5}, "world_size=1.5: expected int"),
+        ({"world_size": 0}, "world_size=0: expected at least 1"),
+        ({"config": 3}, "config=3: expected Config, got int"),
+        ({"topology": 3}, "topology=3: expected Topology, got int"),
+    ],
+)
+def test_wrong_requests(given: dict[str, Any], text: str) -> None:
+    @tw.kernel
+    def kernel(x: tw.Tensor) -> None:
+        @tw.task(grid={"m": 4})
+        def body(m: tw.Expr) -> None:
+            tw.store(x, m, tw.load(x, m))
+
+    with pytest.raises(tw.errors.ConfigError, match=text):
+        tw.compile(kernel, tw.Tensor((4,)), **given)
+
+
+def test_a_function_that_is_no_kernel() -> None:
+    with pytest.raises(tw.errors.ConfigError, match=r"expected Kernel, got function; put @tw.kernel on it"):
+        tw.compile(lambda x: None, tw.Tensor((4,)))  # type: ignore[arg-type]
