@@ -30,6 +30,8 @@ class Binary(Protocol):
     def ptx(self) -> str: ...
     @property
     def cubin(self) -> bytes: ...
+    @property
+    def warps(self) -> int: ...
     def report(self) -> KernelReport: ...
 
 
@@ -70,15 +72,16 @@ def binary_text(what: str, target: Target, backend: str) -> str:
     if backend not in BUILDERS:
         raise ConfigError(f"backend {backend!r} makes no GPU code; use one of {', '.join(BUILDERS)}")
     binary = BUILDERS[backend](target)
-    return TEXTS[what](binary, target, backend)
+    return _TEXTS[what](binary, target, backend)
 
 
 def _report(binary: Binary, target: Target, backend: str) -> str:
     report = binary.report()
-    return print_report(report, target, f"{target.arch} through {backend}")
+    return print_report(report, target, binary.warps, f"{target.arch} through {backend}")
 
 
-TEXTS: Mapping[str, Callable[[Binary, Target, str], str]] = {
+GPU_TEXTS = ("cuda", "ptx", "sass", "report")
+_TEXTS: Mapping[str, Callable[[Binary, Target, str], str]] = {
     "ptx": lambda binary, target, backend: binary.ptx,
     "sass": lambda binary, target, backend: disassemble(binary.cubin),
     "report": _report,
@@ -97,15 +100,15 @@ def workers_per_sm(report: KernelReport, warps: int) -> int:
     )
 
 
-def print_report(report: KernelReport, target: Target, what: str) -> str:
+def print_report(report: KernelReport, target: Target, warps: int, what: str) -> str:
     """Figures of the kernel, then one line a task."""
-    gpu, resident = target.gpu, workers_per_sm(report, target.gpu.warps)
+    resident = workers_per_sm(report, warps)
     use = f"{report.registers} registers a thread, {report.spilled_bytes} bytes spilled"
     head = f"{'task':<16}{'matrix':>7}{'tma':>5}  {'loads':<22}{'async copies':<16}{'stores':<20}"
     lines = [
         f"{report.name} for {what}",
         f"  {use}, {report.shared_bytes:,} bytes of shared memory",
-        f"  {gpu.warps} warps, {gpu.stages} stages, {resident} worker{'' if resident == 1 else 's'} an SM",
+        f"  {warps} warps, {target.gpu.stages} stages, {resident} worker{'' if resident == 1 else 's'} an SM",
         f"  {head}{'FLOPs a tile':>14}{'bytes a tile':>14}",
     ]
     costs = {task.task.name: task_cost(task.task) for task in target.lowered.tasks}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.compiled import compile as compile_kernel
 from tileweave.compiler.config import Config, GpuConfig
+from tileweave.compiler.topology import Topology
 from tileweave.errors import ConfigError
 from tileweave.moe.config import MoEConfig
 from tileweave.moe.kernels import LayerShape, Tiles, dispatch_gemm, gemm_combine, moe_layer
@@ -26,11 +27,20 @@ class GpuDefaults:
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a layer is used: ranks, most tokens that each brings, and workers (SMs) of each."""
+    """How a layer is used: ranks, most tokens that each brings, workers (SMs) of each, and the nodes the ranks are on.
+
+    Without a topology all ranks are on one node.
+    """
 
     world_size: int = 8
     num_tokens: int = 4096
     workers: int = 132
+    topology: Topology | None = None
+
+    @property
+    def between_nodes(self) -> bool:
+        """Whether some rank is on another node."""
+        return self.topology is not None and self.topology.gpus_per_node < self.world_size
 
 
 # Gate and up each have `columns`, so the first product holds twice as many accumulators as the second.
@@ -54,8 +64,18 @@ def compile_layer(model: MoEConfig, arch: str, group: Deployment) -> list[Compil
     x, topk_weights, weights, plan, out = layer_specs(model, placement)
     activations = Tensor(("num_rows", model.intermediate), model.dtype)
     config = Config(workers=group.workers, gpu=defaults.gpu, tunables={"tiles": defaults.tiles})
+    # Nobody reads the memory of another node, so results are sent there.
+    push = replace(config, tunables={**config.tunables, "returns": "push"} if group.between_nodes else config.tunables)
     return [
-        compile_kernel(kernel, *specs, shape, world_size=group.world_size, backend="triton", config=config)
+        compile_kernel(
+            kernel,
+            *specs,
+            shape,
+            world_size=group.world_size,
+            topology=group.topology,
+            backend="triton",
+            config=push if "returns" in kernel.tunables else config,
+        )
         for kernel, specs in (
             (moe_layer, (x, topk_weights, weights, plan, out)),
             (dispatch_gemm, (x, weights, plan, activations)),

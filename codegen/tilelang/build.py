@@ -17,6 +17,7 @@ from tileweave.codegen.lower import Lowered
 from tileweave.codegen.report import KernelReport, SourceLines, check_shared_memory, report_of_cubin
 from tileweave.codegen.tilelang.emit import DEFAULT_GPU, pipeline_of
 from tileweave.codegen.tilelang.source import load_module, write_source
+from tileweave.codegen.tilelang.specialised import FEEDERS
 from tileweave.codegen.tilelang.target import Target, require_tilelang
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError, ConfigError
@@ -67,13 +68,17 @@ def build_for_cpu(lowered: Lowered) -> CpuLibrary:
 
 @dataclass(frozen=True)
 class GpuBinary:
-    """A kernel as CUDA text and compiled by nvcc: `ptx` text, `cubin` bytes, shared memory of a worker in bytes."""
+    """A kernel as CUDA text and compiled by nvcc: `ptx` text, `cubin` bytes.
+
+    ring_bytes of shared memory and warps are those of a worker.
+    """
 
     name: str
     cuda: str
     ptx: str
     cubin: bytes
     ring_bytes: int
+    warps: int
     lines: SourceLines
 
     def report(self) -> KernelReport:
@@ -113,7 +118,7 @@ def build_for_gpu(lowered: Lowered, gpu: GpuConfig, arch: str) -> GpuBinary:
         write_atomically(ptx, compiled.ptx)
         write_atomically(cubin, compiled.cubin)
     lines = _source_lines(lowered, text, path.name)
-    return GpuBinary(name, text, ptx.read_text(), cubin.read_bytes(), ring_bytes, lines)
+    return GpuBinary(name, text, ptx.read_text(), cubin.read_bytes(), ring_bytes, gpu.warps + FEEDERS // 32, lines)
 
 
 def _source_lines(lowered: Lowered, text: str, file: str) -> SourceLines:

@@ -28,13 +28,14 @@ SIGNATURE = {
 
 @dataclass(frozen=True)
 class Binary:
-    """A kernel compiled by Triton: `ptx` text, `cubin` bytes, shared memory of a worker in bytes."""
+    """A kernel compiled by Triton: `ptx` text, `cubin` bytes, shared bytes and warps of a worker."""
 
     name: str
     arch: str
     ptx: str
     cubin: bytes
     shared_bytes: int
+    warps: int
     lines: SourceLines
 
     def report(self) -> KernelReport:
@@ -125,7 +126,7 @@ def _compile(lowered: Lowered, gpu: GpuConfig, arch: str, made: _Kernel, options
     shared_bytes = compiled.metadata.shared
     check_shared_memory(name, shared_bytes)
     lines = _source_lines(made.functions, path)
-    return Binary(name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes, lines)
+    return Binary(name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes, options["num_warps"], lines)
 
 
 def _source_lines(functions: Mapping[str, str], path: Path) -> SourceLines:

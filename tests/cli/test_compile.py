@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,18 @@ def test_a_model_for_a_gpu() -> None:
     assert ".target sm_90a" in run(*where, "--emit", "ptx").stdout
     assert "HGMMA" in run(*where, "--emit", "sass").stdout
     assert "def run_gate_up(" in run(*where, "--emit", "triton").stdout
+
+
+def test_a_model_through_tilelang() -> None:
+    pytest.importorskip("tilelang")
+    where = ("tileweave.moe.kernels:gemm_combine", "--model", "gpt-oss-120b")
+    assert "def feed_down(" in run(*where, "--emit", "tilelang").stdout
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    assert "tl::wgmma_ss<" in run(*where, "--emit", "cuda").stdout
+    lines = run(*where, "--emit", "report", "--through", "tilelang").stdout.splitlines()
+    assert lines[0] == "gemm_combine for sm_90 through tilelang"
+    assert lines[2] == "  12 warps, 4 stages, 1 worker an SM"
 
 
 def test_a_model_that_is_not_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Mapping
 
@@ -13,6 +14,8 @@ if shutil.which("nvcc") is None:
 
 import tileweave as tw
 from tests.handshake import count, handshake
+from tileweave.codegen.cuda.build import build_companion
+from tileweave.codegen.report import report_of_cubin
 from tileweave.codegen.tilelang.build import build_for_gpu
 from tileweave.codegen.tilelang.emit import DEFAULT_GPU, emit_module
 from tileweave.compiler.config import GpuConfig
@@ -151,3 +154,18 @@ def test_refusals_of_the_build() -> None:
     big = r"kernel 'product' needs 263,168 bytes of shared memory, but a worker can have 232,448; use smaller tiles"
     with pytest.raises(BuildError, match=big):
         build_for_gpu(lowered, GpuConfig(stages=8), "sm_90")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="no NVSHMEM")
+def test_a_layer_across_two_nodes() -> None:
+    """The megakernel knows no network and does not spill; what leaves a node is sent by a companion of nvcc's."""
+    group = Deployment(4, topology=tw.Topology("two nodes of two", 2, 2))
+    kernel = compile_layer(MODELS["Qwen3-30B-A3B"], "sm_90", group)[0]
+    binary = build_for_gpu(kernel.lowered, kernel.config.gpu, "sm_90")
+    report = binary.report()
+    assert report.spilled_bytes == report.instructions.spills == 0
+    assert {task for task, part in report.tasks.items() if part.matrix} == GEMMS
+    assert b"nvshmem" not in binary.cubin
+    companion = build_companion(kernel.lowered, "sm_90")
+    assert b"nvshmemi_device_state_d" in companion
+    assert report_of_cubin(companion, "moe_layer_companion").instructions.matrix == 0

@@ -85,7 +85,7 @@ def test_unknown_backends_and_architectures() -> None:
     kernel = tw.compile(double, tw.Tensor((4,)))
     with pytest.raises(tw.errors.ConfigError, match="arch='sm_1': expected one of sm_90, sm_100"):
         build(kernel.lowered, GpuConfig(), "sm_1")
-    text = r"kernel 'product' needs [\d,]+ bytes of shared memory, but a worker on sm_90 can have 232,448; use smaller"
+    text = r"kernel 'product' needs [\d,]+ bytes of shared memory, but a worker can have 232,448; use smaller"
     with pytest.raises(tw.errors.BuildError, match=text):
         build(huge().lowered, GpuConfig(), "sm_90")
 

@@ -18,27 +18,11 @@ pytest.importorskip("nvidia.nvshmem")
 
 from tileweave.codegen.triton.build import Binary, build, build_companion, nvshmem_library
 from tileweave.codegen.triton.engine import Ranks, TritonKernel
-from tileweave.moe.gpu import gpu_defaults
-from tileweave.moe.kernels import LayerShape, moe_layer
-from tileweave.moe.layer import layer_specs
+from tileweave.moe.gpu import Deployment, compile_layer
 from tileweave.moe.models import MODELS
-from tileweave.moe.routing import Placement
 from tileweave.primitives.expr import Expr
 
 STATE = b"nvshmemi_device_state_d"  # what NVSHMEM's host part fills in before the first launch
-
-
-def layer(model: str, topology: tw.Topology, arch: str = "sm_90") -> tw.CompiledKernel:
-    """The layer of a published model across nodes."""
-    config, defaults = MODELS[model], gpu_defaults(arch)
-    placement = Placement.contiguous(config.num_experts, topology.world_size)
-    capacity = topology.world_size * 4096 * min(config.num_topk, placement.max_local)
-    shape = LayerShape(placement.max_local, capacity, 4096, config.activation, config.gated)
-    run = Config(workers=128, gpu=defaults.gpu, tunables={"tiles": defaults.tiles, "returns": "push"})
-    return tw.compile(
-        moe_layer, *layer_specs(config, placement), shape,
-        world_size=topology.world_size, topology=topology, backend="triton", config=run,
-    )  # fmt: skip
 
 
 def check_megakernel(binary: Binary) -> None:
@@ -62,7 +46,7 @@ def check_companion(binary: Binary) -> None:
 
 @pytest.mark.parametrize("topology", [tw.Topology("two nodes of two", 2, 2), tw.Topology("two nodes of four", 2, 4)])
 def test_a_layer_across_two_nodes(topology: tw.Topology) -> None:
-    kernel = layer("Qwen3-30B-A3B", topology)
+    kernel = compile_layer(MODELS["Qwen3-30B-A3B"], "sm_90", Deployment(topology.world_size, topology=topology))[0]
     check_megakernel(build(kernel.lowered, kernel.config.gpu, "sm_90"))
     check_companion(build_companion(kernel.lowered, kernel.config.gpu, "sm_90"))
 

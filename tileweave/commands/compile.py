@@ -20,7 +20,7 @@ from tileweave.codegen.backends import BACKENDS
 from tileweave.codegen.case import Case
 from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.compiled import compile as compile_kernel
-from tileweave.codegen.gpu_text import TEXTS, Target, binary_text
+from tileweave.codegen.gpu_text import GPU_TEXTS, Target, binary_text
 from tileweave.commands.output import write_json
 from tileweave.compiler.config import Config
 from tileweave.compiler.passes import Analysis
@@ -221,7 +221,7 @@ def _text(kernel: CompiledKernel, analysis: Analysis | None, request: Request) -
         return print_program(kernel.program)
     if emit in BACKENDS:
         return kernel.source(emit)
-    if emit in TEXTS:
+    if emit in GPU_TEXTS:
         return binary_text(emit, Target(kernel.lowered, kernel.config.gpu, request.arch), request.through)
     assert analysis is not None
     return str(analysis.graph if emit == "graph" else analysis.queues)
