@@ -35,6 +35,7 @@ from tileweave.primitives.ops import accesses, walk
 
 logger = logging.getLogger("tileweave")
 BackendName = Literal["c", "triton", "tilelang"]
+_GPU_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class CompiledKernel:
         error: ArgumentError | None = None
         launch = Launch((), (), key=self.key)
         try:
-            launch = self.bind(self._named(args), trace=trace)
+            launch = self.bind(self.named(args), trace=trace)
         except ArgumentError as problem:
             error = problem
         if knobs.debug.get():
@@ -156,18 +157,18 @@ class CompiledKernel:
         digest = hashlib.blake2b(repr(self.identity).encode(), digest_size=8).digest()
         return LaunchKey(self.program.name, int.from_bytes(digest, "little"))
 
-    def bind(self, named: Mapping[str, Any], *, trace: bool = False) -> Launch:
-        """One launch of this rank, with its arguments by dotted name in the order of `program.arguments`.
+    def bind(self, named: Mapping[str, Any], *, trace: bool = False, device: str = "cpu") -> Launch:
+        """One launch of this rank on `device`, with its arguments by dotted name in the order of `program.arguments`.
 
         Raises:
-            ArgumentError: an argument does not fit its spec.
+            ArgumentError: an argument does not fit its spec, or lies on another device.
         """
         dims: dict[str, int] = {}
         addresses: list[int] = []
         for memory, array in named.items():
-            check_array(self.program.by_name[memory], array, written=memory in self.written)
+            check_array(self.program.by_name[memory], array, written=memory in self.written, device=device)
             check_shape(self.program.by_name[memory], tuple(array.shape), dims)
-            addresses.append(_aligned_address(self.program.by_name[memory], array))
+            addresses.append(_aligned_address(self.program.by_name[memory], array, device))
         self._check_apart(named, addresses)
         return Launch(addresses, [dims[name] for name in self.program.dims], trace, arrays=named, key=self.key)
 
@@ -183,7 +184,7 @@ class CompiledKernel:
                         f"arguments '{written}' and '{name}' share memory, but the kernel writes '{written}'"
                     )
 
-    def _named(self, args: tuple[object, ...]) -> dict[str, Any]:
+    def named(self, args: tuple[object, ...]) -> dict[str, Any]:
         """Arguments by dotted name, in the order of `Program.arguments`; plain values of the kernel are not passed."""
         names, specs = self._passed
         if len(args) != len(names):
@@ -211,25 +212,25 @@ class CompiledKernel:
         if error is None:
             shapes = {
                 name: np.asarray(array) if isinstance(self.program.by_name[name], Table) else tuple(array.shape)
-                for name, array in self._named(args).items()
+                for name, array in self.named(args).items()
             }
         every = group.all_gather_object(shapes)
         if None not in every:
             self.check(every)
 
 
-def check_array(memory: Memory, array: Any, *, written: bool) -> None:
-    """Refuse what cannot be passed as `memory`.
+def check_array(memory: Memory, array: Any, *, written: bool, device: str = "cpu") -> None:
+    """Refuse what cannot be passed as `memory` to a kernel on `device`, such as "cuda:0".
 
     Raises:
-        ArgumentError: not an array, of another dtype, not contiguous, not in CPU memory, or read-only but `written`.
+        ArgumentError: not an array, of another dtype, not contiguous, on another device, or read-only but `written`.
     """
     if isinstance(array, np.ndarray):
-        dtype, contiguous, device = _dtype_name(array.dtype), array.flags.c_contiguous, "cpu"
+        dtype, contiguous, found = _dtype_name(array.dtype), array.flags.c_contiguous, "cpu"
         if written and not array.flags.writeable:
             raise ArgumentError(f"argument '{memory.name}' is read-only, but the kernel writes it; pass a copy")
     elif hasattr(array, "data_ptr"):
-        dtype, contiguous, device = _dtype_name(array.dtype), array.is_contiguous(), array.device.type
+        dtype, contiguous, found = _dtype_name(array.dtype), array.is_contiguous(), str(array.device)
     else:
         raise ArgumentError(f"argument '{memory.name}' needs a torch tensor or NumPy array, got {type(array).__name__}")
     if dtype != memory.dtype.name:
@@ -237,18 +238,20 @@ def check_array(memory: Memory, array: Any, *, written: bool) -> None:
     if not contiguous:
         advice = "allocate it contiguous, since the kernel writes it" if written else f"pass {memory.name}.contiguous()"
         raise ArgumentError(f"argument '{memory.name}' is not contiguous; {advice}")
-    if device != "cpu":
-        raise ArgumentError(f"argument '{memory.name}' is on device {device}; the C engine needs CPU memory")
+    if found != device:
+        needs = "the C engine needs CPU memory" if device == "cpu" else f"pass {memory.name}.to('{device}')"
+        raise ArgumentError(f"argument '{memory.name}' is on device {found}; {needs}")
 
 
-def _aligned_address(memory: Memory, array: Any) -> int:
-    """Where `array` begins; vector loads and atomic operations fault, or tear, between elements."""
+def _aligned_address(memory: Memory, array: Any, device: str) -> int:
+    """Where `array` begins; vector loads and atomic operations fault, or tear, between elements.
+
+    Emitted GPU code reads 16 bytes at once wherever shapes allow it.
+    """
     address, size = address_of(array), memory.dtype.itemsize_bytes
-    if address % size and math.prod(array.shape):
-        raise ArgumentError(
-            f"argument '{memory.name}' begins at an address that is no multiple of its {size}-byte elements; "
-            "pass a copy"
-        )
+    needed, unit = (size, f"its {size}-byte elements") if device == "cpu" else (_GPU_ALIGNMENT, "16 bytes")
+    if address % needed and math.prod(array.shape):
+        raise ArgumentError(f"argument '{memory.name}' begins at an address that is no multiple of {unit}; pass a copy")
     return address
 
 

@@ -49,7 +49,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Listing:
-    """`entries` int32 `[lanes, capacity, 5]`, `counts` int32 `[lanes]`, and the tiles of the fullest lane or task.
+    """`entries` int32 `[lanes, capacity, 5]`, `counts` int32 `[lanes]`, and the tiles of the fullest lane or task,
+    those of its grid's outer dimensions included.
 
     Where `most` exceeds the capacity, tiles are missing.
     """
@@ -64,7 +65,7 @@ def list_tiles(lowered: Lowered, bound: Bound, capacity: int) -> Listing:
     schedule = lowered.schedule
     lists = [_tiles_of(task.task, bound, capacity) for task in lowered.tasks]
     entries = torch.zeros((len(schedule.lanes), capacity, ENTRY_WORDS), dtype=torch.int32, device=bound.device)
-    counts, most = [], torch.stack([tiles.count for tiles in lists]).amax()
+    counts, most = [], torch.stack([tiles.most for tiles in lists]).amax()
     lane_of = [schedule.lane_of(n, task.task.role) for n, task in enumerate(lowered.tasks)]
     for number in range(len(schedule.lanes)):
         members = [n for n, lane in enumerate(lane_of) if not isinstance(lane, Const) or lane.value == number]
@@ -88,10 +89,14 @@ def list_tiles(lowered: Lowered, bound: Bound, capacity: int) -> Listing:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Grid indices of one task's tiles, int64 `[capacity]` each, of which the first `count` exist."""
+    """Grid indices of one task's tiles, int64 `[capacity]` each, of which the first `count` exist.
+
+    `most` is the largest count of any prefix of the grid: beyond the capacity, tiles got lost on the way.
+    """
 
     indices: Mapping[Expr, torch.Tensor]
     count: torch.Tensor
+    most: torch.Tensor
     capacity: int
 
     @property
@@ -108,7 +113,7 @@ class _Tiles:
 def _tiles_of(task: Task, bound: Bound, capacity: int) -> _Tiles:
     """Expand the grid dimension by dimension: each tile so far has as many successors as the extent says."""
     place = torch.arange(capacity, device=bound.device)
-    count = torch.ones((), dtype=torch.int64, device=bound.device)
+    count = most = torch.ones((), dtype=torch.int64, device=bound.device)
     indices: dict[Expr, torch.Tensor] = {}
     for dim in task.grid:
         extent = _evaluate(dim.extent, indices, bound, capacity).clamp(min=0)
@@ -117,7 +122,8 @@ def _tiles_of(task: Task, bound: Bound, capacity: int) -> _Tiles:
         indices = {symbol: values[parent] for symbol, values in indices.items()}
         indices[Index(dim.name)] = place - torch.where(parent > 0, ends[parent - 1], 0)
         count = ends[-1]
-    return _Tiles(indices, count, capacity)
+        most = torch.maximum(most, count)
+    return _Tiles(indices, count, most, capacity)
 
 
 def _evaluate(expr: Expr, indices: Mapping[Expr, torch.Tensor], bound: Bound, capacity: int) -> torch.Tensor:

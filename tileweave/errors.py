@@ -102,6 +102,10 @@ class BuildError(TileweaveError):
     """The machine's C compiler is missing or refused the generated source."""
 
 
+class DeviceError(TileweaveError):
+    """The machine lacks the GPU, driver or package that was asked for, or the GPU cannot hold what was asked of it."""
+
+
 class GroupError(TileweaveError):
     """Joining or using a group of ranks failed."""
 

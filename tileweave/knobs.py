@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from tileweave.errors import ConfigError
 
@@ -48,6 +48,13 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected a whole number above 0")
+    return value
+
+
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("expected 0 or 1")
@@ -71,8 +78,12 @@ debug: Knob[bool] = Knob(
     _flag,
     "1 checks the arguments of every launch on all ranks, as `CompiledKernel.check` does, before it runs.",
 )
+gpu_sms: Knob[int | None] = Knob(
+    "TILEWEAVE_GPU_SMS", None, _at_least_one, "Most SMs of a GPU that one launch may take; others stay free.", "all"
+)
 
-ALL: tuple[Knob[Path] | Knob[str] | Knob[float] | Knob[bool], ...] = (cache_dir, cc, timeout_s, debug)
+AnyKnob: TypeAlias = Knob[Path] | Knob[str] | Knob[float] | Knob[bool] | Knob[int | None]
+ALL: tuple[AnyKnob, ...] = (cache_dir, cc, timeout_s, debug, gpu_sms)
 
 
 def as_markdown() -> str:

@@ -10,6 +10,8 @@ from tileweave.codegen.lower import MAX_GRID_DIMS, Companion, Lowered, LoweredTa
 from tileweave.compiler.schedule import Lane
 
 PARAMETERS = "memory, dims, heap, queue, counts, cursor, state, first_rank, capacity, limit, zero"
+# Triton would compile a kernel anew for a value of 1 or a multiple of 16, and rank 1 would run other code than rank 2.
+_RUN_TIME = '["first_rank", "capacity", "limit", "zero"]'
 TASK_PARAMETERS = "memory, dims, heap, counters, launch, rank, zero"
 
 
@@ -75,7 +77,7 @@ def _persistent(lowered: Lowered, kernel: _Kernel) -> str:
     first = f"{workers[0]} + " if workers[0] else ""
     lines = [
         "",
-        "@triton.jit",
+        f"@triton.jit(do_not_specialize={_RUN_TIME})",
         f"def {kernel.name}({PARAMETERS}):",
         f'    """Persistent kernel: {len(workers)} programs a rank {kernel.what}."""',
         f"    here = tl.program_id(0) // {len(workers)}",

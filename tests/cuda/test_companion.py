@@ -71,7 +71,7 @@ def run_layer(dtype: torch.dtype, queue: QueueKind, copy: int) -> Launch:
     for rank, (part, plan) in enumerate(zip(parts, plans, strict=True)):
         weights = random_weights(config, placement.experts_of(rank), 0)
         given = (part.x, part.topk_weights.nan_to_num(), weights, plan, torch.empty_like(part.x))
-        arguments.append(kernel._named(given))
+        arguments.append(kernel.named(given))
 
     def launch(group: tw.Group) -> dict[str, Bytes]:
         engine: Any = kernel.load(group)
