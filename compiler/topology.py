@@ -25,10 +25,10 @@ class Topology:
     gpus_per_node: int
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus_per_node < 1:
+        if not all(isinstance(count, int) and count >= 1 for count in (self.nodes, self.gpus_per_node)):
             raise ConfigError(
-                f"topology '{self.name}' has nodes={self.nodes}, gpus_per_node={self.gpus_per_node}; both need to be "
-                "at least 1"
+                f"topology '{self.name}' has nodes={self.nodes!r}, gpus_per_node={self.gpus_per_node!r}; both need to "
+                "be integers of at least 1"
             )
 
     @staticmethod

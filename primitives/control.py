@@ -138,8 +138,8 @@ class Control:
             GroupError: `world_size` is out of range, or memory is short.
             BuildError: no usable C compiler.
         """
-        if not 1 <= world_size <= MAX_RANKS:
-            raise GroupError(f"world_size is {world_size}; expected 1 to {MAX_RANKS}")
+        if not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
+            raise GroupError(f"world_size is {world_size!r}; expected 1 to {MAX_RANKS}")
         nbytes = int(library().twg_control_bytes(world_size, SLOT_BYTES))
         try:
             descriptor = create_segment("control", nbytes) if shared else -1

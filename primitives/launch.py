@@ -62,12 +62,14 @@ def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float | 
     `timeout_s` limits the whole call, seconds; single waits are limited by TILEWEAVE_TIMEOUT_S.
 
     Raises:
-        GroupError: `fn` or its arguments cannot be pickled, or `world_size` is out of range.
+        GroupError: `fn` is no function, it or its arguments cannot be pickled, or `world_size` is out of range.
         RankDiedError: a rank was killed or exited.
         HangError: `timeout_s` has passed.
         Exception: what `fn` raised; with several, the first cause, its traceback in
             `__cause__` together with the errors of the other ranks.
     """
+    if not callable(fn):
+        raise GroupError(f"tw.spawn runs a function on every rank, got {fn!r}")
     call = _pickled_call(fn, args)
     control, descriptor = Control.create(world_size, shared=True)
     try:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tileweave.errors import ShapeError, TraceError
+from tileweave.errors import DTypeError, ShapeError, TraceError
 from tileweave.primitives import dtypes
 from tileweave.primitives.dtypes import DType
-from tileweave.primitives.expr import Dim, Expr, ScalarLike, TableRead, as_expr, clip, simplify, static_size
+from tileweave.primitives.expr import Const, Dim, Expr, ScalarLike, TableRead, as_expr, clip, simplify, static_size
 from tileweave.primitives.source import caller_location
 
 
@@ -72,7 +72,25 @@ def ds(start: ScalarLike, size: ScalarLike, stop: ScalarLike | None = None) -> S
 def _dims(shape: Sequence[ScalarLike | str]) -> tuple[Expr, ...]:
     if not isinstance(shape, (tuple, list)):
         raise ShapeError(f"a shape is a tuple of sizes, as in (128, 64), got {shape!r}", caller_location())
-    return tuple(Dim(d) if isinstance(d, str) else as_expr(d) for d in shape)
+    dims = tuple(Dim(d) if isinstance(d, str) else as_expr(d) for d in shape)
+    for dim in dims:
+        if isinstance(dim, Const) and dim.value < 0:
+            raise ShapeError(f"a size is at least 0, got {dim.value} in {tuple(shape)}", caller_location())
+    return dims
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TraceError(f"a memory's name is text, got {name!r}", caller_location())
+    return name
+
+
+def known_dtype(dtype: object) -> DType:
+    """`dtype` as a storage type, or an error at the author's line."""
+    try:
+        return dtypes.as_dtype(dtype)
+    except ValueError as error:
+        raise DTypeError(str(error), caller_location()) from None
 
 
 @dataclass(frozen=True, init=False)
@@ -85,9 +103,9 @@ class Memory:
     dtype: DType
 
     def __init__(self, shape: Sequence[ScalarLike | str], dtype: object = dtypes.float32, name: str = "") -> None:
-        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "name", _name(name))
         object.__setattr__(self, "dims", _dims(shape))
-        object.__setattr__(self, "dtype", dtypes.as_dtype(dtype))
+        object.__setattr__(self, "dtype", known_dtype(dtype))
 
     @property
     def shape(self) -> tuple[ScalarLike, ...]:

@@ -165,7 +165,7 @@ def test_pulled_results_are_refused_with_advice() -> None:
 
 
 def test_topologies_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"topology 'none' has nodes=0, gpus_per_node=2; both need to be at least 1"):
+    with pytest.raises(ConfigError, match=r"topology 'none' has nodes=0, gpus_per_node=2; both need to be integers"):
         tw.Topology("none", 0, 2)
     case = layer_case(2)
     with pytest.raises(ConfigError, match=r"topology 'two nodes of two' has 2 x 2 = 4 ranks, but world_size=2"):

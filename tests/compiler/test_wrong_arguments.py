@@ -190,3 +190,38 @@ def test_wrong_requests(given: dict[str, Any], text: str) -> None:
 def test_a_function_that_is_no_kernel() -> None:
     with pytest.raises(tw.errors.ConfigError, match=r"expected Kernel, got function; put @tw.kernel on it"):
         tw.compile(lambda x: None, tw.Tensor((4,)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("declare", [tw.symmetric, tw.workspace, tw.signals])
+@pytest.mark.parametrize(
+    "given", [(3, (4,)), (None, (4,)), ("a b", (4,)), ("", (4,)), ("n", 4), ("n", (-1,)), ("n", (2.5,)), ("n", ("x",))]
+)
+def test_declarations_of_memory(declare: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    @tw.kernel
+    def declares(x: tw.Tensor) -> None:
+        declare(*given)
+
+        @tw.task(grid={})
+        def body() -> None:
+            tw.store(x, tw.ds(0, 4), tw.load(x, tw.ds(0, 4)))
+
+    with pytest.raises(tw.errors.CompileError) as caught:
+        tw.compile(declares, tw.Tensor((4,)))
+    assert caught.value.location is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: tw.Tensor((-3,)), "a size is at least 0, got -3 in (-3,)"),
+        (lambda: tw.Tensor((3,), "f32"), "dtype f32 is not supported; use one of float32, bfloat16"),
+        (lambda: tw.Topology("t", "2", 2), "topology 't' has nodes='2', gpus_per_node=2; both need to be integers"),
+        (lambda: tw.VirtualGroup("2"), "world_size is '2'; expected 1 to "),
+        (lambda: tw.spawn(print, "2"), "world_size is '2'; expected 1 to "),
+        (lambda: tw.spawn(3, 2), "tw.spawn runs a function on every rank, got 3"),
+    ],
+)
+def test_what_is_made_outside_of_kernels(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(tw.errors.TileweaveError) as caught:
+        make()
+    assert text in str(caught.value)
