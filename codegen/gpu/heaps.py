@@ -52,6 +52,8 @@ class GpuHeap(ABC):
     """Where symmetric memory on GPUs comes from; `count` ranks from `first` on are this process's."""
 
     home: str = ""
+    group: dist.ProcessGroup | None = None
+    """The processes, where ranks are processes."""
 
     def __init__(self, device: torch.device, world_size: int, first: int, count: int) -> None:
         self.device, self.world_size, self.first, self.count = device, world_size, first, count
@@ -121,6 +123,8 @@ class LocalHeap(GpuHeap):
 class ProcessHeap(GpuHeap):
     """Ranks are processes with a GPU each, the members of a process group of torch.distributed."""
 
+    group: dist.ProcessGroup
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Join with this process's current GPU; collective.
 
@@ -136,7 +140,7 @@ class ProcessHeap(GpuHeap):
             )
         chosen = group or dist.group.WORLD
         assert chosen is not None  # that of an initialised torch.distributed
-        self.group: dist.ProcessGroup = chosen
+        self.group = chosen
         super().__init__(torch.device("cuda", gpu.index), dist.get_world_size(self.group), dist.get_rank(self.group), 1)
         check_own_gpus(self._gather(str(torch.cuda.get_device_properties(gpu.index).uuid)))
 
