@@ -60,7 +60,7 @@ from tileweave.primitives.language import (
 from tileweave.primitives.memory import Signal, Symmetric, Table, Tensor, Workspace
 
 if TYPE_CHECKING:
-    from tileweave import moe
+    from tileweave import gpu, moe
     from tileweave.codegen.case import Case
     from tileweave.codegen.compiled import CompiledKernel, compile
     from tileweave.primitives.group import Group, current_group
@@ -84,8 +84,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "moe":
-        return import_module("tileweave.moe")
+    if name in ("gpu", "moe"):
+        return import_module(f"tileweave.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'tileweave' has no attribute '{name}'")
@@ -95,8 +95,8 @@ __all__ = [
     "Case", "CompiledKernel", "Config", "Expr", "Group", "Kernel", "Order", "Scope", "Signal", "Symmetric", "Table",
     "Tensor", "Tile", "Topology", "VirtualGroup", "Workspace", "__version__", "abs", "assign", "bfloat16", "cast",
     "ceildiv", "compile", "current_group", "dot", "ds", "erf", "errors", "exp", "fence", "float32", "full", "gather",
-    "get", "init", "int32", "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put", "range",
-    "rank", "remote_load", "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals", "spawn",
-    "sqrt", "store", "sum", "symmetric", "tanh", "task", "tilelink", "wait", "when", "workspace", "world_size",
-    "zeros",
+    "get", "gpu", "init", "int32", "kernel", "load", "log", "max", "maximum", "minimum", "moe", "multicast", "put",
+    "range", "rank", "remote_load", "remote_store", "rsqrt", "scatter", "select", "sigmoid", "signal", "signals",
+    "spawn", "sqrt", "store", "sum", "symmetric", "tanh", "task", "tilelink", "wait", "when", "workspace",
+    "world_size", "zeros",
 ]  # fmt: skip
