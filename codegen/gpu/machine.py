@@ -118,15 +118,14 @@ def gpu_parts() -> tuple[Part, ...]:
     names = ", ".join(f"{name} ({ARCH_OF.get(major, f'sm_{major}{minor}')})" for name, (major, minor) in seen.devices)
     return (
         Part("GPU", names if problem is None else None, problem or ""),
-        _package("triton", "triton>=3.6", "the Triton backend needs Triton 3.6 or later"),
-        _package("tilelang", "tilelang>=0.1.15", "the TileLang backend needs TileLang 0.1.15 or later"),
+        _package("triton", "the Triton backend needs Triton 3.6 or later; run: pip install 'triton>=3.6'"),
+        _package("tilelang", "the TileLang backend needs TileLang 0.1.15 or later; run: pip install 'tileweave[gpu]'"),
         _nvshmem(),
         _nvcc(),
     )
 
 
-def _package(name: str, requirement: str, need: str) -> Part:
-    missing = f"{need}; run: pip install '{requirement}'"
+def _package(name: str, missing: str) -> Part:
     return Part(name, _version(name) if importlib.util.find_spec(name) is not None else None, missing)
 
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from tileweave import knobs
 from tileweave.cli import app
+from tileweave.codegen.gpu.machine import Part, Seen, gpu_problem
+from tileweave.commands import doctor
 from tileweave.commands.bench import SHAPES, Shape
 from tileweave.commands.output import bytes_text, histogram, skew
 from tileweave.errors import ConfigError
@@ -136,11 +138,40 @@ def test_doctor(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "doctor.json").read_text())
     engines = {e["name"]: e for e in figures["engines"]}
     assert engines["c (CPU)"]["runs"] is True
+    sentence = gpu_problem(Seen.now())
+    assert figures["gpu"]["GPU"]["missing"] == sentence
     for name in ("triton (GPU)", "tilelang (GPU)"):
-        assert engines[name]["runs"] is False
-        assert "arrives with the GPU backends" in engines[name]["why"]
+        assert sentence is None or engines[name] == {"name": name, "runs": False, "why": sentence}
     assert set(figures["knobs"]) == {knob.name for knob in knobs.ALL}
     assert figures["packages"]["numpy"]
+
+
+def test_doctor_says_what_gpus_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For each missing thing the sentence of the error that a launch would raise."""
+    parts = (
+        Part("GPU", "NVIDIA H200 (sm_90)", ""),
+        Part("triton", "3.9.0", "no Triton"),
+        Part("tilelang", "0.1.15", "no TileLang"),
+        Part("nvshmem4py", None, "symmetric memory across nodes needs nvshmem4py; run: pip install it"),
+        Part("nvcc", None, "nvcc is not on the PATH; install the CUDA toolkit, 13.0 or later"),
+    )
+    monkeypatch.setattr(doctor, "gpu_parts", lambda: parts)
+    result = run("doctor", "--json", tmp_path / "doctor.json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "doctor.json").read_text())
+    assert figures["gpu"] == {
+        "GPU": {"found": "NVIDIA H200 (sm_90)", "missing": None},
+        "triton": {"found": "3.9.0", "missing": None},
+        "tilelang": {"found": "0.1.15", "missing": None},
+        "nvshmem4py": {"found": None, "missing": parts[3].missing},
+        "nvcc": {"found": None, "missing": parts[4].missing},
+    }
+    assert figures["engines"][1:] == [
+        {"name": "triton (GPU)", "runs": True, "why": "GPU NVIDIA H200 (sm_90), triton 3.9.0"},
+        {"name": "tilelang (GPU)", "runs": False, "why": parts[4].missing},
+    ]
+    for word in ("for GPUs", "NVIDIA H200 (sm_90)", "3.9.0", "0.1.15", "needs nvshmem4py", "not on the PATH"):
+        assert word in result.output
 
 
 def test_doctor_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

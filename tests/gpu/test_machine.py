@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import tileweave as tw
+from tileweave.codegen.cuda.nvcc import find_tool
 from tileweave.codegen.gpu import machine
 from tileweave.codegen.gpu.machine import Gpu, Seen, gpu_parts, gpu_problem, require_gpu
 from tileweave.codegen.gpu.residency import Occupancy, check_resident, sms_to_use
-from tileweave.errors import ConfigError, DeviceError
+from tileweave.codegen.tilelang.target import require_tilelang
+from tileweave.codegen.triton.source import require_triton
+from tileweave.errors import ConfigError, DeviceError, TileweaveError
 
 H200, A100 = ("NVIDIA H200", (9, 0)), ("NVIDIA A100", (8, 0))
 
@@ -71,13 +74,21 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {part.name: part for part in gpu_parts()}
     assert {name: part.missing for name, part in found.items() if name != "GPU"} == {
         "triton": "the Triton backend needs Triton 3.6 or later; run: pip install 'triton>=3.6'",
-        "tilelang": "the TileLang backend needs TileLang 0.1.15 or later; run: pip install 'tilelang>=0.1.15'",
+        "tilelang": "the TileLang backend needs TileLang 0.1.15 or later; run: pip install 'tileweave[gpu]'",
         "nvshmem4py": "symmetric memory across nodes needs nvshmem4py; run: pip install 'nvshmem4py-cu13>=0.1.2'",
         "nvcc": "nvcc is not on the PATH; install the CUDA toolkit, 13.0 or later",
     }
     assert all(part.found is None for name, part in found.items() if name != "GPU")
-    with pytest.raises(DeviceError, match="symmetric memory across nodes needs nvshmem4py; run: pip install"):
-        tw.gpu.NvshmemHeap()
+    raising = {
+        "triton": require_triton,
+        "tilelang": require_tilelang,
+        "nvshmem4py": tw.gpu.NvshmemHeap,
+        "nvcc": lambda: find_tool("nvcc"),
+    }
+    for name, act in raising.items():
+        with pytest.raises(TileweaveError) as caught:
+            act()
+        assert str(caught.value) == found[name].missing
 
 
 @pytest.mark.parametrize(

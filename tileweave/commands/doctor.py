@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from rich.table import Table
 
 import tileweave
 from tileweave import knobs, native
+from tileweave.codegen.gpu.machine import Part, gpu_parts
 from tileweave.commands.output import bytes_text, console, facts, machine, write_json
 from tileweave.errors import BuildError
 
-_PACKAGES = ("numpy", "scipy", "networkx", "torch", "triton", "tilelang", "nvshmem4py-cu13", "transformers")
+_PACKAGES = ("numpy", "scipy", "networkx", "torch", "transformers")
+# What the GPU backends need besides a GPU, by the names of `gpu_parts`.
+_NEEDS = {"triton": ("triton",), "tilelang": ("tilelang", "nvcc")}
 _PROBE = "int tw_probe(void) { return 42; }\n"
 
 
@@ -39,7 +42,8 @@ def run_doctor(json_path: Path | None) -> dict[str, Any]:
     show = console()
     with show.status("look at this machine"):
         compiler = compiler_version()
-        engines = find_engines(compiler)
+        parts = gpu_parts()
+        engines = find_engines(compiler, parts)
         packages = {name: _version(name) for name in _PACKAGES}
         folder = knobs.cache_dir.get()
         count, size = folder_size(folder)
@@ -63,25 +67,31 @@ def run_doctor(json_path: Path | None) -> dict[str, Any]:
         table.add_row(engine.name, "[green]yes[/]" if engine.runs else "[yellow]no[/]", escape(engine.why))
     show.print(table)
     show.print()
+    needs = Table("for GPUs", "found", "", box=None, header_style="bold")
+    for part in parts:
+        needs.add_row(part.name, escape(part.found or "none"), escape("" if part.found else part.missing))
+    show.print(needs)
+    show.print()
     values = Table("knob", "value", "", "what it does", box=None, header_style="bold")
     for knob in knobs.ALL:
-        values.add_row(knob.name, escape(str(knob.get())), "set" if knob.name in os.environ else "default", knob.doc)
+        values.add_row(knob.name, escape(knob_value(knob)), "set" if knob.name in os.environ else "default", knob.doc)
     show.print(values)
     figures = {
         "packages": {"tileweave": tileweave.__version__, "python": platform.python_version(), **packages},
         "compiler": compiler,
         "engines": [asdict(engine) for engine in engines],
+        "gpu": {part.name: {"found": part.found, "missing": None if part.found else part.missing} for part in parts},
         "memory_bytes": about["memory_bytes"],
         "cache": {"folder": str(folder), "files": count, "bytes": size},
-        "knobs": {knob.name: {"value": str(knob.get()), "set": knob.name in os.environ} for knob in knobs.ALL},
+        "knobs": {knob.name: {"value": knob_value(knob), "set": knob.name in os.environ} for knob in knobs.ALL},
     }
     write_json(json_path, "doctor", figures)
     return figures
 
 
-def find_engines(compiler: str | None) -> list[Engine]:
-    """Every engine that there is or will be."""
-    return [_c_engine(compiler), *(_gpu_engine(name) for name in ("triton", "tilelang"))]
+def find_engines(compiler: str | None, parts: Sequence[Part]) -> list[Engine]:
+    """Every engine; `parts` are what of a machine for GPUs is here."""
+    return [_c_engine(compiler), *(_gpu_engine(name, parts) for name in _NEEDS)]
 
 
 def compiler_version() -> str | None:
@@ -102,23 +112,18 @@ def _c_engine(compiler: str | None) -> Engine:
     return Engine("c (CPU)", answer == 42, f"{compiler} builds and loads" if answer == 42 else "built code misbehaves")
 
 
-def _gpu_engine(name: str) -> Engine:
-    device = gpu_name()
-    found = f"GPU: {device}" if device else "no NVIDIA GPU"
-    package = "installed" if importlib.util.find_spec(name) is not None else "not installed"
-    return Engine(
-        f"{name} (GPU)", False, f"arrives with the GPU backends, which this version lacks; {found}; {name} {package}"
-    )
+def _gpu_engine(name: str, parts: Sequence[Part]) -> Engine:
+    """Runs where nothing is missing; else why, by the first thing that is."""
+    needed = [part for part in parts if part.name in ("GPU", *_NEEDS[name])]
+    lacking = [part.missing for part in needed if part.found is None]
+    why = lacking[0] if lacking else ", ".join(f"{part.name} {part.found}" for part in needed)
+    return Engine(f"{name} (GPU)", not lacking, why)
 
 
-def gpu_name() -> str | None:
-    """The first NVIDIA GPU that the driver lists."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=name", "--format=csv,noheader"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return run.stdout.splitlines()[0].strip() if run.returncode == 0 and run.stdout.strip() else None
+def knob_value(knob: knobs.AnyKnob) -> str:
+    """Its present value in words."""
+    value = knob.get()
+    return knob.default_text if value is None else str(value)
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
