@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tileweave import knobs
 from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.gpu.heaps import GpuHeap
-from tileweave.codegen.triton.engine import Ranks, TritonKernel
+from tileweave.codegen.gpu.queued import QueuedKernel, Ranks
+from tileweave.codegen.lower import Lowered
+from tileweave.codegen.tilelang.launch import TileLangKernel
+from tileweave.codegen.triton.engine import TritonKernel
+from tileweave.compiler.config import GpuConfig
 from tileweave.errors import ArgumentError, ConfigError, DeviceError, GroupError
 
 logger = logging.getLogger("tileweave")
+
+
+_KERNELS: Mapping[str, Callable[[Lowered, Ranks, GpuConfig, int | None], QueuedKernel]] = {
+    "triton": TritonKernel,
+    "tilelang": TileLangKernel,
+}
 
 
 class GpuKernel:
@@ -27,10 +37,10 @@ class GpuKernel:
 
     def __init__(self, compiled: CompiledKernel, heap: GpuHeap, room: int | None = None) -> None:
         """As `load`."""
-        if compiled.backend != "triton":
+        if compiled.backend not in _KERNELS:
             raise ConfigError(
                 f"kernel '{compiled.program.name}' is compiled with backend={compiled.backend!r}, which has no launch "
-                "on a GPU; compile it with backend='triton'"
+                f"on a GPU; compile it with backend={' or '.join(map(repr, _KERNELS))}"
             )
         if compiled.program.world_size != heap.world_size:
             raise GroupError(
@@ -42,8 +52,8 @@ class GpuKernel:
         logger.info("symmetric memory of %s:\n%s", compiled.program.name, compiled.memory())
         self._symmetric = heap.allocate(f"{compiled.program.name} {compiled.key.digest:016x}", lowered.gpu_bytes)
         check_reachable(self._symmetric.addresses)
-        ranks = Ranks(heap.first, heap.count, self._symmetric.addresses, heap.device)
-        self._kernel = TritonKernel(lowered, ranks, compiled.config.gpu, room)
+        ranks = Ranks(heap.first, heap.count, self._symmetric.addresses, heap.device, self._symmetric.parts)
+        self._kernel = _KERNELS[compiled.backend](lowered, ranks, compiled.config.gpu, room)
 
     def launch(self, *arguments: Sequence[object]) -> None:
         """Enqueue one launch on the current stream: for each rank of this process, what a call of the kernel takes.
@@ -79,17 +89,17 @@ class GpuKernel:
 
 
 def load(compiled: CompiledKernel, heap: GpuHeap, room: int | None = None) -> GpuKernel:
-    """Load `compiled`, made with backend="triton", on the ranks of `heap`; collective. Takes seconds.
+    """Load `compiled`, made with backend="triton" or "tilelang", on the ranks of `heap`; collective. Takes seconds.
 
     Args:
         compiled: the kernel.
         heap: where its symmetric memory comes from; it says which ranks this process runs, and on which device.
-        room: tiles of a rank's lane that a launch can have, see `TritonKernel`.
+        room: tiles of a rank's lane that a launch can have, see `QueuedKernel`.
 
     Raises:
         ConfigError: another backend, or more workers than the GPU holds at once.
         GroupError: the heap has another number of ranks, the ranks load different kernels, or memory is short.
-        BuildError: no Triton, or it refuses the kernel.
+        BuildError: the backend's compiler is missing, or refuses the kernel.
         DeviceError: a rank cannot address another's memory.
     """
     return GpuKernel(compiled, heap, room)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,7 @@ _TARGETS: Mapping[Target, Any] = {"c": "c", "cuda": {"kind": "cuda", "arch": "sm
 _C_FLAGS = (*native.DEFAULT_FLAGS, "-w", "-lm")
 _INCLUDES = re.compile(r"^#include <tl_templates.*$", re.MULTILINE)
 _ADDRESS = re.compile(r"\(\*\(void\* \*\)\(&\((\w+)\)\)\)")
+_OURS = "TW_CONSUMERS"
 _MARK = re.compile(r"^ *tw_task\((-?\d+)\);$")
 _SERIALISED = "C7510"  # ptxas: "Potential Performance Loss: wgmma.mma_async instructions are serialized"
 _STATIC_BYTES = 1024  # barriers and the like
@@ -153,14 +154,52 @@ def _lower(path: Path, name: str, target: Target) -> str:
     import tilelang
     from tilelang import tvm
 
+    _rewrite_cuda()
     made = tvm.target.Target(_TARGETS[target])
     try:
         kernel = getattr(load_module(path), name)
         with tvm.transform.PassContext(opt_level=3, config=dict(PASSES)), made:
-            source = str(tilelang.lower(kernel, target=made).kernel_source)
-        return _of_global_memory(source) if target == "cuda" else source
+            return str(tilelang.lower(kernel, target=made).kernel_source)
     except Exception as error:
         raise BuildError(f"TileLang refused kernel '{name}': {_last_line(error)}; its source is {path}") from error
+
+
+def load_for_gpu(lowered: Lowered, gpu: GpuConfig) -> tuple[Callable[..., None], tuple[str, ...]]:
+    """The kernel as a function of torch tensors on a GPU, and the names of its parameters. Needs no GPU to be made.
+
+    Raises:
+        BuildError: no TileLang or no nvcc, or one of them refuses the kernel.
+        CompileError: the target has no text for the kernel.
+    """
+    require_tilelang()
+    name, path = lowered.program.name, write_source(lowered, "cuda", gpu)
+    with _lowering:
+        import tilelang
+
+        _rewrite_cuda()
+        try:
+            kernel = getattr(load_module(path), name)
+            compiled = tilelang.compile(
+                kernel, target=_TARGETS["cuda"], execution_backend="tvm_ffi", pass_configs=dict(PASSES)
+            )
+        except Exception as error:
+            raise BuildError(f"TileLang refused kernel '{name}': {_last_line(error)}; its source is {path}") from error
+    return compiled, tuple(str(each.name).removesuffix("_handle") for each in kernel.params)
+
+
+@lru_cache(maxsize=1)
+def _rewrite_cuda() -> None:
+    """Have TileLang pass the CUDA text of our kernels, and of no others, through `_of_global_memory`."""
+    import tvm_ffi
+    from tilelang.engine.callback import register_cuda_postproc
+
+    before = tvm_ffi.get_global_func("tilelang_callback_cuda_postproc", allow_missing=True)
+
+    def rewrite(code: str, target: Any) -> str:
+        code = code if before is None else before(code, target)
+        return _of_global_memory(code) if _OURS in code else code
+
+    register_cuda_postproc(rewrite)
 
 
 def _of_global_memory(source: str) -> str:

@@ -1,7 +1,6 @@
 """The inline device functions of emitted kernels, as C and as CUDA.
 
-Both give the same names. `state` is one row of int64 a rank: epoch, then the record of the first wait that gave up:
-failed, worker, position in the queue, site, index, expected, observed.
+Both give the same names. `state` is a row of the record in `codegen/state.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tileweave.primitives.ops import Order, Scope
-
-STATE_WORDS = 8
-EPOCH, FAILED, WORKER, ENTRY, SITE, INDEX, EXPECTED, OBSERVED = range(STATE_WORDS)
-ENTRY_SITE = -1
-"""Site number of the wait for all ranks at the start of a launch."""
 
 _C = """\
 #include <math.h>

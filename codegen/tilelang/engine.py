@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 
 from tileweave import native
+from tileweave.codegen import state
 from tileweave.codegen.hang import describe_record
 from tileweave.codegen.launch import Launch
 from tileweave.codegen.layout import num_elements
 from tileweave.codegen.listing import Bound, list_tiles
 from tileweave.codegen.lower import Lowered
-from tileweave.codegen.tilelang import device_text
 from tileweave.codegen.tilelang.build import build_for_cpu
 from tileweave.codegen.tilelang.scalars import identifier
 from tileweave.codegen.trace import TraceEvent
@@ -51,7 +51,7 @@ class TileLangExecutable:
             for m in lowered.program.workspaces
         }
         self._heap = np.array(self._symmetric.addresses, np.int64)
-        self._state = np.zeros(device_text.STATE_WORDS, np.int64)
+        self._state = np.zeros(state.STATE_WORDS, np.int64)
         self._capacity = _FIRST_CAPACITY
 
     def launch(self, launch: Launch) -> list[TraceEvent]:
@@ -65,9 +65,9 @@ class TileLangExecutable:
         self.group.enter(self.group.next_epoch(launch.key), launch.refusal)
         queue = self._list(launch)
         arguments = self._arguments(launch, queue)
-        self._state[device_text.EPOCH] += 1
+        self._state[state.EPOCH] += 1
         self._run(arguments)
-        if self._state[device_text.FAILED]:
+        if self._state[state.FAILED]:
             message = self._describe(queue["queue"])
             self.group.fail(message)
             raise HangError(message)
@@ -126,12 +126,11 @@ class TileLangExecutable:
             thread.join()
 
     def _describe(self, queue: npt.NDArray[np.int32]) -> str:
-        rank, state = self.group.rank, self._state.tolist()
-        words = ("WORKER", "ENTRY", "SITE", "INDEX", "EXPECTED", "OBSERVED")
-        worker, position, site, index, expected, observed = (state[getattr(device_text, word)] for word in words)
+        rank, row = self.group.rank, self._state.tolist()
+        worker, position, site, index, expected, observed = (row[word] for word in state.RECORD)
         head = f"kernel '{self.lowered.program.name}' stopped: rank {rank} waited longer than "
         head += f"{self.group.timeout_s:g} s (TILEWEAVE_TIMEOUT_S)"
-        if site == device_text.ENTRY_SITE:
+        if site == state.ENTRY_SITE:
             what = f"waits for all ranks to enter the launch: expected {expected} entries so far, observed {observed}"
             return f"{head}\n  rank {rank} worker {worker}: {what}"
         lane = next(n for n, each in enumerate(self.lowered.schedule.lanes) if worker in each.workers)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
 from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered
-from tileweave.codegen.tilelang.device_text import ENTRY_SITE, EPOCH, STATE_WORDS
+from tileweave.codegen.state import ENTRY_SITE, EPOCH, STATE_WORDS
 from tileweave.codegen.tilelang.scalars import Scalars, identifier
 from tileweave.codegen.tilelang.tasks import TaskText
 from tileweave.codegen.tilelang.writer import TILELANG_TYPES

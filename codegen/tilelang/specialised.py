@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
 from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered
-from tileweave.codegen.tilelang.device_text import EPOCH
+from tileweave.codegen.state import EPOCH
 from tileweave.codegen.tilelang.kernel import choose_lane, lane_and_step, signature
 from tileweave.codegen.tilelang.pipeline import Pipeline
 from tileweave.codegen.tilelang.tasks import TaskText

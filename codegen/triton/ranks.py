@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tileweave.codegen.gpu.queued import Ranks
 from tileweave.codegen.launch import Launch
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.trace import TraceEvent
-from tileweave.codegen.triton.engine import Ranks, TritonKernel
+from tileweave.codegen.triton.engine import TritonKernel
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import ConfigError, HangError
 from tileweave.primitives.group import Group

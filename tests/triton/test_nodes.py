@@ -16,8 +16,9 @@ from tileweave.errors import BuildError, ConfigError
 pytest.importorskip("triton")
 pytest.importorskip("nvidia.nvshmem")
 
+from tileweave.codegen.gpu.queued import Ranks
 from tileweave.codegen.triton.build import Binary, build, build_companion, nvshmem_library
-from tileweave.codegen.triton.engine import Ranks, TritonKernel
+from tileweave.codegen.triton.engine import TritonKernel
 from tileweave.moe.gpu import Deployment, compile_layer
 from tileweave.moe.models import MODELS
 from tileweave.primitives.expr import Expr
@@ -129,6 +130,6 @@ def test_missing_device_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launching_is_refused() -> None:
     kernel = compile_every_send()
     ranks = Ranks(0, 1, [0, 0], torch.device("cpu"))
-    text = r"kernel 'every_send' sends between nodes \(topology 'two nodes'\), which this version compiles for Triton"
+    text = r"kernel 'every_send' sends between nodes \(topology 'two nodes'\), which this version compiles for GPUs"
     with pytest.raises(ConfigError, match=text):
         TritonKernel(kernel.lowered, ranks, kernel.config.gpu)
