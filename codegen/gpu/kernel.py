@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from tileweave import knobs
 from tileweave.codegen.compiled import CompiledKernel
 from tileweave.codegen.gpu.heaps import GpuHeap
@@ -70,8 +72,12 @@ class GpuKernel:
                 f"kernel '{self.compiled.program.name}' runs {self.heap.count} ranks in this process, but got "
                 f"arguments of {len(arguments)}; pass one sequence of arguments for each rank"
             )
+        self.launch_named(*(self.compiled.named(tuple(given)) for given in arguments))
+
+    def launch_named(self, *arguments: Mapping[str, torch.Tensor]) -> None:
+        """As `launch`, with the arguments of each rank by dotted name, in the order of `program.arguments`."""
         device = str(self.heap.device)
-        bound = [self.compiled.bind(self.compiled.named(tuple(given)), device=device) for given in arguments]
+        bound = [self.compiled.bind(given, device=device) for given in arguments]
         names = self.compiled.program.dims
         dims = [dict(zip(names, launch.dims, strict=True)) for launch in bound]
         self._kernel.launch([dict(launch.arrays) for launch in bound], dims, knobs.timeout_s.get())

@@ -5,25 +5,23 @@ Not collected by itself: `test_virtual.py` runs it where TRITON_INTERPRET=1 is s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import tileweave as tw
+from benchmarks.gpu_check import compare_kernel, compare_layer
 from tests.triton.interleaved import interleave
-from tests.triton.interpreted import given
 from tileweave.codegen.triton import engine
 from tileweave.gpu import GpuKernel, LocalHeap, load
 from tileweave.moe import ExpertWeights, GpuMoELayer, random_weights
 from tileweave.moe.baselines import reference_moe
 from tileweave.moe.cases import CONFIG, layer_case, routed_case
 from tileweave.moe.cases import cases as moe_cases
-from tileweave.moe.config import local_experts
+from tileweave.moe.config import MoEConfig, local_experts
 from tileweave.moe.kernels import Tiles
 
 NOTHING = routed_case([np.full((3, 2), -1), np.zeros((0, 2), np.int64)])
@@ -37,41 +35,21 @@ def _turns() -> Iterator[None]:
         yield
 
 
-def on_c(case: tw.Case, arguments: list[list[Any]]) -> None:
-    """Twice on the C engine, in place."""
-    compiled = tw.compile(case.kernel, *case.specs, world_size=case.world_size, config=case.config)
-
-    def rank_main(group: tw.Group) -> None:
-        for _ in range(2):
-            named = dict(zip((m.name for m in compiled.program.arguments), arguments[group.rank], strict=True))
-            compiled.load(group).launch(compiled.bind(named))
-
-    with tw.VirtualGroup(case.world_size) as ranks:
-        ranks.run(rank_main)
-
-
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{c.kernel.name}-{c.world_size}" for c in CASES])
-def test_values(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values(number: int) -> None:
+    """As `benchmarks/gpu_check.py` compares kernels on a GPU."""
     case = CASES[number]
     config = replace(case.config, workers=2, comm_workers=number % 2, queue=("static", "dynamic")[number // 2 % 2])
-    compiled = tw.compile(case.kernel, *case.specs, world_size=case.world_size, backend="triton", config=config)
-    arguments = [given(case, compiled, rank) for rank in range(case.world_size)]
-    want, got = copy.deepcopy(arguments), copy.deepcopy(arguments)
-    on_c(case, want)
-    kernel = load(compiled, LocalHeap(case.world_size, "cpu"))
-    names = [memory.name for memory in compiled.program.arguments]
-    monkeypatch.setattr(tw.CompiledKernel, "named", lambda self, args: dict(zip(names, args, strict=True)))
-    for _ in range(2):
-        kernel.launch(*got)
-    kernel.check()
-    for rank in range(case.world_size):
-        for name, expected, found in zip(names, want[rank], got[rank], strict=True):
-            if name in compiled.written:
-                exact = expected.float().numpy()
-                error = np.abs(found.float().numpy() - exact).max(initial=0.0)
-                assert error <= 5e-6 * np.abs(exact).max(initial=0.0), name
-            else:
-                assert torch.equal(found, expected), name
+    checks = compare_kernel(case, "cpu", config)
+    assert {check.what.partition(": ")[2] for check in checks} == set(case.arguments[0])
+    assert not [check for check in checks if not check.passed]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_layers(ranks: int) -> None:
+    config = MoEConfig(hidden=64, intermediate=32, num_experts=5, num_topk=3, bias=True, dtype=torch.bfloat16)
+    check = compare_layer(config, ranks, "cpu", RUN)
+    assert check.passed, check
 
 
 RUN = tw.Config(workers=2, tunables={"tiles": Tiles(16, 64, 128, 16, 128)})
