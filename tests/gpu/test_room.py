@@ -89,3 +89,28 @@ def test_tiles_lost_between_dimensions_are_told() -> None:
     assert int(listing.most) == 100
     listing = list_tiles(lowered, Bound(0, {}, {"count": count}, torch.device("cpu")), 100)
     assert (listing.counts.tolist(), int(listing.most)) == ([3], 100)
+
+
+def test_one_entry_of_a_table_may_rule_a_grid_a_key_or_a_guard() -> None:
+    """Scalars that are the same for all tiles, whether they are known on the host or read from a table."""
+
+    @tw.kernel
+    def ruled(x: tw.Tensor, count: tw.Table) -> None:
+        rows, _ = x.shape
+
+        @tw.task(grid={"i": count[0], "j": 2, "k": lambda i, j: tw.minimum(count[1], rows)})
+        def body(i: tw.Expr, j: tw.Expr, k: tw.Expr) -> None:
+            tw.store(x, (i, tw.ds(0, 4)), tw.load(x, (j + k, tw.ds(0, 4))))
+
+        @tw.task(grid={})
+        def last() -> None:
+            tw.store(x, (0, tw.ds(0, 4)), tw.load(x, (1, tw.ds(0, 4))))
+
+    lowered = tw.compile(ruled, tw.Tensor(("rows", 4)), tw.Table((2,)), config=tw.Config(order="program")).lowered
+    for first, second in ((3, 2), (0, 5), (4, 0), (1, 9)):
+        count = torch.tensor([first, second], dtype=torch.int32)
+        listing = list_tiles(lowered, Bound(0, {"rows": 4}, {"count": count}, torch.device("cpu")), 64)
+        inner = range(min(second, 4))
+        want = [[0, i, j, k, 0] for i in range(first) for j in range(2) for k in inner] + [[1, 0, 0, 0, 0]]
+        assert listing.counts.tolist() == [len(want)]
+        assert listing.entries[0, : len(want)].tolist() == want
