@@ -168,7 +168,7 @@ class CompiledKernel:
         for memory, array in named.items():
             check_array(self.program.by_name[memory], array, written=memory in self.written, device=device)
             check_shape(self.program.by_name[memory], tuple(array.shape), dims)
-            addresses.append(_aligned_address(self.program.by_name[memory], array, device))
+            addresses.append(aligned_address(self.program.by_name[memory], array, device))
         self._check_apart(named, addresses)
         return Launch(addresses, [dims[name] for name in self.program.dims], trace, arrays=named, key=self.key)
 
@@ -243,10 +243,13 @@ def check_array(memory: Memory, array: Any, *, written: bool, device: str = "cpu
         raise ArgumentError(f"argument '{memory.name}' is on device {found}; {needs}")
 
 
-def _aligned_address(memory: Memory, array: Any, device: str) -> int:
+def aligned_address(memory: Memory, array: Any, device: str) -> int:
     """Where `array` begins; vector loads and atomic operations fault, or tear, between elements.
 
     Emitted GPU code reads 16 bytes at once wherever shapes allow it.
+
+    Raises:
+        ArgumentError: it begins elsewhere than on a multiple of that.
     """
     address, size = address_of(array), memory.dtype.itemsize_bytes
     needed, unit = (size, f"its {size}-byte elements") if device == "cpu" else (_GPU_ALIGNMENT, "16 bytes")

@@ -131,7 +131,8 @@ def _exchange(
     """This rank's `[1, num_experts]` and `[1]` gathered to `[world_size, …]`, in one message."""
     message = torch.cat([counts[0], outside])
     gathered = torch.empty(dist.get_world_size(group) * len(message), dtype=message.dtype, device=message.device)
-    dist.all_gather_into_tensor(gathered, message, group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    gather(gathered, message, group)
     rows = gathered.view(-1, len(message))
     return rows[:, :-1], rows[:, -1]
 

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tileweave.codegen.compiled import aligned_address, check_array
 from tileweave.codegen.gpu import heaps
 from tileweave.codegen.gpu.heaps import LocalHeap, NvshmemHeap, TorchHeap, check_own_gpus
 from tileweave.codegen.gpu.kernel import check_reachable
 from tileweave.codegen.gpu.machine import Gpu
-from tileweave.errors import DeviceError, GroupError
+from tileweave.errors import ArgumentError, DeviceError, GroupError
 
 
 def test_virtual_ranks_have_slices_of_one_tensor() -> None:
@@ -159,3 +160,16 @@ def test_nvshmem(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     heap.close()
     heap.close()
     assert calls == [("device", 0), ("init", "id", 0, 1), ("free", 100), "finalize"]
+
+
+def test_arguments_lie_on_the_device_at_multiples_of_16_bytes() -> None:
+    memory = tw.Tensor(("n",), name="x")
+    with pytest.raises(ArgumentError, match=r"argument 'x' is on device cpu; pass x.to\('cuda:0'\)"):
+        check_array(memory, torch.zeros(8), written=False, device="cuda:0")
+    check_array(memory, torch.zeros(8), written=False)
+    values = torch.zeros(8)
+    assert values.data_ptr() % 16 == 0
+    assert aligned_address(memory, values[4:], "cuda:0") == values.data_ptr() + 16
+    with pytest.raises(ArgumentError, match="argument 'x' begins at an address that is no multiple of 16 bytes; pass"):
+        aligned_address(memory, values[1:], "cuda:0")
+    assert aligned_address(memory, values[1:], "cpu") == values.data_ptr() + 4
