@@ -3,7 +3,7 @@
 #   make lint    ruff and mypy only               make bench   speed beside gloo and the floor
 #   make venv    .venv with everything            make clean   remove what was built
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 TORCH_VERSION ?= 2.13.0
 # Extra arguments for installing torch, such as an index that serves CPU builds.
 TORCH_PIP_ARGS ?=
