@@ -173,7 +173,7 @@ class _Tiles:
     def rows(self, task: int) -> torch.Tensor:
         """Queue entries, int32 `[capacity, 5]`."""
         entries = self.place.new_zeros((len(self.place), ENTRY_WORDS), dtype=torch.int32)
-        entries[:, 0] = task
+        entries[:, 0].fill_(task)
         for column, values in enumerate(self.reader.indices.values(), 1):
             entries[:, column] = values
         return entries

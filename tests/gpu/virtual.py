@@ -5,7 +5,7 @@ Not collected by itself: `test_virtual.py` runs it where TRITON_INTERPRET=1 is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 import tileweave as tw
 from benchmarks.gpu_check import compare_kernel, compare_layer
+from tests.gpu.no_host_reads import NoHostReads
 from tests.triton.interleaved import interleave
 from tileweave.codegen.triton import engine
 from tileweave.gpu import GpuKernel, LocalHeap, load
@@ -105,6 +106,45 @@ def test_what_the_device_finds_is_told_by_check(weights: ExpertWeights) -> None:
     layer(*inputs((12, 12), 1))
     with pytest.raises(tw.errors.ArgumentError, match=r"would have received \d+ rows, but the layer's capacity is 8"):
         layer.check()
+
+
+class NoKernel:
+    """In place of the Triton kernel: takes a launch, and does nothing."""
+
+    launches = 0
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*arguments: object, **options: object) -> None:
+            self.launches += 1
+
+        return launch
+
+
+def test_a_call_reads_nothing_back(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan, listing and launch, from the first call on and with new tensors."""
+    layer, kernel = make_layer(weights), NoKernel()
+    monkeypatch.setattr(layer._kernel._kernel, "_kernel", kernel)
+    batches = [inputs((12, 5), seed) for seed in range(2)]
+    with NoHostReads() as mode:
+        for batch in batches:
+            layer(*batch)
+    assert kernel.launches == 2
+    assert mode.calls > 100
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        torch.nonzero,
+        lambda x: torch.tensor([1, 2]),
+        lambda x: bool((x > 0).any()),
+    ],
+)
+def test_a_read_would_be_seen(read: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(AssertionError), NoHostReads():
+        read(torch.ones(3))
 
 
 @tw.kernel
