@@ -22,9 +22,13 @@ class DType:
 
 float32 = DType("float32", 4, True)
 bfloat16 = DType("bfloat16", 2, True)
+float8_e4m3fn = DType("float8_e4m3fn", 1, True)
+"""Sign, 4 bits of exponent, 3 of mantissa; no infinities. Numbers beyond ±448 are stored as ±448, NaN as NaN."""
 int32 = DType("int32", 4, False)
 
-ALL = {dtype.name: dtype for dtype in (float32, bfloat16, int32)}
+ALL = {dtype.name: dtype for dtype in (float32, bfloat16, float8_e4m3fn, int32)}
+FLOATS = tuple(dtype for dtype in ALL.values() if dtype.is_float)
+"""The types that tiles of numbers may have."""
 
 
 def as_dtype(value: object) -> DType:

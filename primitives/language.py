@@ -32,7 +32,7 @@ from tileweave.primitives.ops import (
 )
 from tileweave.primitives.recorder import current
 from tileweave.primitives.source import caller_location
-from tileweave.primitives.tile import Tile, TileLike, assign, elementwise, floats, known_dtype, number, visible
+from tileweave.primitives.tile import Tile, TileLike, any_float, assign, elementwise, floats, number, visible
 
 IndexLike: TypeAlias = "ScalarLike | Slice | Rows | tuple[ScalarLike | Slice | Rows, ...]"
 PeerLike: TypeAlias = "ScalarLike | Rows | None"
@@ -69,12 +69,12 @@ def task(*, grid: Mapping[str, Extent] | None = None, role: Role = "compute") ->
 
 def symmetric(name: str, shape: tuple[ScalarLike, ...], dtype: object = dtypes.float32) -> Symmetric:
     """Declare symmetric memory: the same shape on every rank, addressable by all."""
-    return current().declare(Symmetric(shape, known_dtype(dtype), name))
+    return current().declare(Symmetric(shape, dtype, name))
 
 
 def workspace(name: str, shape: tuple[ScalarLike, ...], dtype: object = dtypes.float32) -> Workspace:
     """Declare scratch memory of this rank."""
-    return current().declare(Workspace(shape, known_dtype(dtype), name))
+    return current().declare(Workspace(shape, dtype, name))
 
 
 def signals(name: str, shape: tuple[ScalarLike, ...]) -> Signal:
@@ -297,7 +297,7 @@ def dot(a: Tile, b: Tile, accumulator: Tile | None = None) -> Tile:
         )
     for operand in (left, right):
         if not operand.dtype.is_float:
-            raise DTypeError(f"tw.dot takes float32 and bfloat16 tiles, got {operand.dtype}", caller_location())
+            raise DTypeError(f"tw.dot takes tiles of {any_float()}, got {operand.dtype}", caller_location())
     shape = (left.shape[0], right.shape[1])
     total = zeros(shape) if accumulator is None else accumulator
     goal = visible(total)
@@ -310,7 +310,10 @@ def dot(a: Tile, b: Tile, accumulator: Tile | None = None) -> Tile:
 
 
 def cast(tile: Tile, dtype: object) -> Tile:
-    """`tile` rounded to `dtype`, to nearest, ties to even."""
+    """`tile` rounded to `dtype`, to nearest, ties to even.
+
+    To float8_e4m3fn numbers beyond ±448 saturate, infinities too; NaN stays NaN.
+    """
     visible(tile)
     return tile.cast(dtype)
 

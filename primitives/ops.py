@@ -134,7 +134,10 @@ class Elementwise(Op):
 
 @dataclass(frozen=True, slots=True)
 class Cast(Op):
-    """`result` = `value` rounded to the nearest of the result's dtype, ties to even."""
+    """`result` = `value` rounded to the nearest of the result's dtype, ties to even.
+
+    What is beyond the range of float8_e4m3fn, infinity too, becomes its largest number, ±448; NaN stays NaN.
+    """
 
     result: Value
     value: Value

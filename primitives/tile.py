@@ -12,6 +12,7 @@ from tileweave.primitives import dtypes
 from tileweave.primitives.dtypes import DType
 from tileweave.primitives.expr import Const, Expr, minimum
 from tileweave.primitives.functions import FUNCTIONS
+from tileweave.primitives.memory import known_dtype
 from tileweave.primitives.ops import Cast, Elementwise, Expand, Transpose, Update, Value
 from tileweave.primitives.recorder import current
 from tileweave.primitives.source import caller_location
@@ -46,14 +47,14 @@ class Tile:
         return Tile(result)
 
     def cast(self, dtype: object) -> Tile:
-        """This tile rounded to `dtype`."""
+        """This tile rounded to `dtype`; see `tw.cast`."""
         target = known_dtype(dtype)
         value = visible(self)
         if target == value.dtype:
             return self
         floats("cast", self)
         if not target.is_float:
-            raise DTypeError(f"tw.cast to {target}: tiles are computed in float32 and bfloat16", caller_location())
+            raise DTypeError(f"tw.cast to {target}: tiles of numbers are {any_float()}", caller_location())
         result = current().new_value(value.shape, value.extents, target)
         current().emit(Cast(caller_location(), result, value))
         return Tile(result)
@@ -141,12 +142,10 @@ def visible(tile: Tile) -> Value:
     return tile.value
 
 
-def known_dtype(dtype: object) -> DType:
-    """`dtype` as a storage type, or an error at the author's line."""
-    try:
-        return dtypes.as_dtype(dtype)
-    except ValueError as error:
-        raise DTypeError(str(error), caller_location()) from None
+def any_float() -> str:
+    """The names of the types that hold real numbers, for messages."""
+    names = [str(dtype) for dtype in dtypes.FLOATS]
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def floats(what: str, tile: Tile) -> Value:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tileweave.codegen.c.scratch import PURE
+from tileweave.codegen.c.scratch import DOT_TYPES, PURE
 from tileweave.codegen.c.writer import C_TYPES, Access, Loop, TaskWriter, literal, narrow_to
 from tileweave.compiler.printer import print_op
-from tileweave.primitives.dtypes import bfloat16
 from tileweave.primitives.expr import Const, Expr
 from tileweave.primitives.memory import Slice
 from tileweave.primitives.ops import (
@@ -237,7 +236,7 @@ def _view(writer: TaskWriter, value: Value) -> _View:
         writer.line(text)
     axes = [axis for axis, item in enumerate(op.index) if not isinstance(item, Expr)]
     first, second = (writer.scalar.stride(op.memory.dims, axis) for axis in axes)
-    return _View(f"&{pointer}", "TW_BF16" if op.memory.dtype == bfloat16 else "TW_F32", (first, second))
+    return _View(f"&{pointer}", DOT_TYPES[op.memory.dtype], (first, second))
 
 
 def _dot(writer: TaskWriter, op: Dot) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tileweave.errors import CompileError
+from tileweave.primitives.dtypes import DType, bfloat16, float32
 from tileweave.primitives.expr import Binary, Const, Expr, LoopIndex, TableRead, walk
 from tileweave.primitives.memory import Rows
 from tileweave.primitives.ops import (
@@ -39,6 +40,8 @@ from tileweave.primitives.ops import (
 PURE = (Load, Elementwise, Cast, Expand, Transpose)
 # What was loaded before one of these is read before it: a peer that is told so may overwrite it.
 CLOBBERS = (Store, Copy, SignalOp, WaitOp, Fence)
+DOT_TYPES: Mapping[DType, str] = {float32: "TW_F32", bfloat16: "TW_BF16"}
+"""What dots read where it lies."""
 
 
 @dataclass(frozen=True)
@@ -230,12 +233,15 @@ def _flatten(body: tuple[Op, ...]) -> Iterator[_Place]:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether a dot can read the value where it lies: a load whose inner axis is contiguous, or its transpose."""
+    """Whether a dot can read the value where it lies: a load whose inner axis is contiguous, or its transpose.
+
+    `tw_dot.h` reads fp32 and bf16; anything else is widened to fp32 in scratch, once a tile.
+    """
     if isinstance(op, Transpose):
         return True
     if not isinstance(op, Load) or any(isinstance(i, Rows) for i in (*op.index, op.peer)):
         return False
-    return len(op.result.shape) == 2 and not isinstance(op.index[-1], Expr)
+    return op.memory.dtype in DOT_TYPES and len(op.result.shape) == 2 and not isinstance(op.index[-1], Expr)
 
 
 def _always_exists(extent: Expr) -> bool:

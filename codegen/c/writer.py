@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,12 +12,20 @@ from tileweave.codegen.c.scalars import Scalars, identifier
 from tileweave.codegen.c.scratch import Scratch
 from tileweave.codegen.lower import Lowered, LoweredTask
 from tileweave.compiler.printer import place
-from tileweave.primitives.dtypes import DType, bfloat16, float32, int32
+from tileweave.primitives.dtypes import DType, bfloat16, float8_e4m3fn, float32, int32
 from tileweave.primitives.expr import Expr
 from tileweave.primitives.memory import Memory, Rows, Slice
 from tileweave.primitives.ops import Cast, Elementwise, Expand, Index, Load, Op, Operand, Peer, Transpose, Value
 
-C_TYPES = {float32: "float", bfloat16: "uint16_t", int32: "int32_t"}
+C_TYPES: Mapping[DType, str] = {float32: "float", bfloat16: "uint16_t", float8_e4m3fn: "uint8_t", int32: "int32_t"}
+ROUND: Mapping[DType, str] = {
+    float32: "(float){}",
+    bfloat16: "tw_round_bf16({})",
+    float8_e4m3fn: "tw_round_e4m3({})",
+}
+"""A float rounded to a type that tiles may have."""
+WIDEN: Mapping[DType, str] = {bfloat16: "tw_from_bf16({})", float8_e4m3fn: "tw_from_e4m3({})"}
+NARROW: Mapping[DType, str] = {bfloat16: "tw_to_bf16({})", float8_e4m3fn: "tw_to_e4m3({})"}
 
 
 @dataclass
@@ -120,7 +128,7 @@ class Loop:
             return self.element(op.value, at[::-1])
         if isinstance(op, Cast):
             source = self.element(op.value, at)
-            return self._name(f"tw_round_bf16({source})" if op.result.dtype == bfloat16 else f"(float){source}")
+            return self._name(ROUND[op.result.dtype].format(source))
         assert isinstance(op, Elementwise)
         operands = [self.operand(o, at) for o in op.operands]
         return self._name(C_FUNCTIONS[op.function].format(*operands))
@@ -241,9 +249,9 @@ def literal(value: float) -> str:
 
 def widen(dtype: DType, text: str) -> str:
     """A stored element as a float (int32 stays as it is)."""
-    return f"tw_from_bf16({text})" if dtype == bfloat16 else text
+    return WIDEN.get(dtype, "{}").format(text)
 
 
 def narrow_to(dtype: DType, text: str) -> str:
     """A float as a stored element."""
-    return f"tw_to_bf16({text})" if dtype == bfloat16 else text
+    return NARROW.get(dtype, "{}").format(text)

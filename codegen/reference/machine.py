@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tileweave.codegen.reference.scalars import Scalars
+from tileweave.codegen.reference.storage import PATTERNS, STORAGE, UNWRITTEN
 from tileweave.compiler.binding import Routing
 from tileweave.compiler.program import Program
 from tileweave.errors import ArgumentError
@@ -20,12 +21,6 @@ from tileweave.primitives.ops import Op
 Array: TypeAlias = npt.NDArray[Any]
 
 TouchKind: TypeAlias = Literal["read", "write", "signal", "wait"]
-
-STORAGE: Mapping[str, npt.DTypeLike] = {"float32": np.float32, "bfloat16": np.uint16, "int32": np.int32}
-"""NumPy dtype that holds memory of each storage type; bfloat16 is kept as bit patterns."""
-
-UNWRITTEN: Mapping[str, float] = {"float32": np.nan, "bfloat16": 0xFFFF, "int32": np.iinfo(np.int32).min}
-"""What memory holds before it is written: NaN, so that a read too early shows in the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +102,16 @@ def make_world(
 
 
 def _checked(memory: Memory, given: object) -> Array:
-    want = np.dtype(STORAGE[memory.dtype.name])
+    want = np.dtype(STORAGE[memory.dtype])
     if not isinstance(given, np.ndarray) or given.dtype != want:
         have = given.dtype if isinstance(given, np.ndarray) else type(given).__name__
-        hint = " of bfloat16 bit patterns" if memory.dtype.name == "bfloat16" else ""
+        hint = f" of {memory.dtype} bit patterns" if memory.dtype in PATTERNS else ""
         raise ArgumentError(f"argument '{memory.name}' needs a NumPy array of {want}{hint}, got {have}")
     return given
 
 
 def _unwritten(memory: Memory) -> Array:
-    return np.full(_static(memory), UNWRITTEN[memory.dtype.name], dtype=STORAGE[memory.dtype.name])
+    return np.full(_static(memory), UNWRITTEN[memory.dtype], dtype=STORAGE[memory.dtype])
 
 
 def _static(memory: Memory) -> tuple[int, ...]:

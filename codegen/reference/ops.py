@@ -1,7 +1,7 @@
 """What each op does, on NumPy arrays.
 
 A tile value is an array of its *extents*, not of its static shape, so what is undefined
-does not exist here; an accumulator is a full array. Both float types are float32 arrays
+does not exist here; an accumulator is a full array. All float types are float32 arrays
 in a tile. Where a program reads past an extent, NaN appears.
 """
 
@@ -13,13 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tileweave.codegen.reference import bf16
-from tileweave.codegen.reference.machine import STORAGE, Array, Frame, Touch, TouchKind
-from tileweave.primitives import dtypes
-from tileweave.primitives.dtypes import DType
+from tileweave.codegen.reference.machine import Array, Frame, Touch, TouchKind
+from tileweave.codegen.reference.storage import STORAGE, narrow, widen
 from tileweave.primitives.expr import Expr, IntArray
 from tileweave.primitives.functions import FUNCTIONS
-from tileweave.primitives.memory import IndexItem, Memory, Rows
+from tileweave.primitives.memory import IndexItem, Rows
 from tileweave.primitives.ops import (
     Access,
     Cast,
@@ -135,7 +133,7 @@ def _read(access: Access, op: Op, frame: Frame) -> Array:
     """The accessed tile in its storage dtype; masked rows are zero."""
     extents, parts = _locate(access, frame)
     arrays = frame.world.memories[access.memory.name]
-    tile = np.zeros(extents, dtype=STORAGE[access.memory.dtype.name])
+    tile = np.zeros(extents, dtype=STORAGE[access.memory.dtype])
     for part in parts:
         tile[part.inside] = arrays[part.owner][part.at].reshape(tile[part.inside].shape)
     _report(access, op, frame, parts)
@@ -168,29 +166,17 @@ def _report(access: Access, op: Op, frame: Frame, parts: list[_Part]) -> None:
 def _load(op: Load, frame: Frame) -> None:
     (access,) = accesses(op)
     raw = _read(access, op, frame)
-    frame.values[op.result.id] = bf16.widen(raw) if op.memory.dtype == dtypes.bfloat16 else raw
+    frame.values[op.result.id] = widen(raw, op.memory.dtype)
 
 
 def _store(op: Store, frame: Frame) -> None:
     (access,) = accesses(op)
-    _write(access, op, frame, to_storage(frame.values[op.value.id], op.memory))
+    _write(access, op, frame, narrow(frame.values[op.value.id], op.memory.dtype))
 
 
 def _copy(op: Copy, frame: Frame) -> None:
     source, target = accesses(op)
     _write(target, op, frame, _read(source, op, frame))
-
-
-def to_storage(tile: Array, memory: Memory) -> Array:
-    """`tile` rounded to the dtype of `memory`, as it is stored."""
-    return bf16.narrow(tile) if memory.dtype == dtypes.bfloat16 else round_to(tile, memory.dtype)
-
-
-def round_to(tile: Array, dtype: DType) -> Array:
-    """`tile` rounded to the nearest value of `dtype`, ties to even, as a tile holds it."""
-    if dtype == dtypes.bfloat16:
-        return bf16.widen(bf16.narrow(tile))
-    return tile.astype(STORAGE[dtype.name])
 
 
 # ---------------------------------------------------------------- tiles
@@ -229,7 +215,7 @@ def _extents(value: Value, frame: Frame) -> tuple[int, ...]:
 
 
 def _cast(op: Cast, frame: Frame) -> None:
-    frame.values[op.result.id] = round_to(frame.values[op.value.id], op.result.dtype)
+    frame.values[op.result.id] = widen(narrow(frame.values[op.value.id], op.result.dtype), op.result.dtype)
 
 
 # Both copy, so that a later update of an accumulator does not reach what was made from it.

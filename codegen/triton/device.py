@@ -61,7 +61,7 @@ def tanh(x):
 def dot(a, b, total):
     """`total` plus `a` times `b` in fp32."""
     if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+        return tl.dot(from_e4m3(a), from_e4m3(b), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -74,6 +74,37 @@ def round_to_bf16(x):
         is_number = x == x  # noqa: PLR0124  (false of NaN)
         x = tl.where(is_number, rounded, bits).to(tl.float32, bitcast=True)
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def from_e4m3(x):
+    """A tile of e4m3, or of any other type, in fp32."""
+    if INTERPRETED:  # the interpreter reads NaNs of e4m3 as numbers
+        if x.dtype == tl.float8e4nv:
+            code = x.to(tl.uint8, bitcast=True).to(tl.int32)
+            size = code & 127
+            subnormal = size.to(tl.float32) * 0.001953125  # 2⁻⁹
+            normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+            number = tl.where(size < 8, subnormal, normal).to(tl.int32, bitcast=True)
+            bits = tl.where(size == 127, 0x7FC00000, number) | ((code & 128) << 24)
+            return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """fp32 rounded to the nearest e4m3, ties to even; what is beyond ±448 to ±448, NaN to NaN."""
+    if INTERPRETED:  # the interpreter does not saturate
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        kept = tl.minimum(size, 0x43E00000)
+        normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - 960
+        above = kept.to(tl.float32, bitcast=True) + 16384.0  # floats from 2¹⁴ on lie as far apart as subnormals
+        subnormal = above.to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(kept < 0x3C800000, subnormal, normal)
+        code = tl.where(size > 0x7F800000, 127, code) | ((bits >> 24) & 128)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from tileweave.codegen.layout import COUNTER_BYTES
 from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
 from tileweave.codegen.triton.network import emit_put, emit_signal
 from tileweave.codegen.triton.tma import descriptors, load_text
-from tileweave.codegen.triton.writer import TaskWriter, Tile, literal, locate
+from tileweave.codegen.triton.writer import WIDEN, TaskWriter, Tile, literal, locate
 from tileweave.primitives.dtypes import int32
 from tileweave.primitives.expr import Binary, Const, Expr, Rank
 from tileweave.primitives.memory import Rows, Signal, Slice
@@ -84,7 +84,7 @@ def _dot(writer: TaskWriter, op: Dot) -> None:
     writer.note(op)
     a, b = _depth_masked(writer, op.a, 1, op.b.extents[0]), _depth_masked(writer, op.b, 0, op.a.extents[1])
     if op.a.dtype != op.b.dtype:
-        a, b = f"{a}.to(tl.float32)", f"{b}.to(tl.float32)"
+        a, b = WIDEN[op.a.dtype].format(a), WIDEN[op.b.dtype].format(b)
     _assign(writer, op.accumulator, f"dot({a}, {b}, {writer.value(op.accumulator)})")
 
 

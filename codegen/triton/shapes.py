@@ -1,4 +1,4 @@
-"""Block shapes: Triton's tiles have power-of-two sizes, and those of a dot at least 16."""
+"""Block shapes: Triton's tiles have power-of-two sizes, and those of a dot at least 16, or 32 bytes along K."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tileweave.primitives.ops import (
 )
 
 MIN_DOT_SIZE = 16
+MIN_DOT_DEPTH_BYTES = 32
 Axis = tuple[int, int]
 
 
@@ -38,21 +39,23 @@ def block_shapes(task: Task) -> Blocks:
     """The smallest block sizes with which every op of `task` sees matching operands."""
     values: dict[int, Value] = {}
     alike: UnionFind[Axis] = UnionFind()
-    dotted: list[Axis] = []
+    depths: dict[Axis, int] = {}
+    dotted: dict[Axis, int] = {}
     for op in walk(task.body):
         for value in (*operands(op), *([v] if (v := result(op)) is not None else [])):
             values[value.id] = value
         for a, b in _pairs(op):
             alike.union(a, b)
         if isinstance(op, Dot):
-            dotted += [(v.id, axis) for v in (op.accumulator, op.a, op.b) for axis in (0, 1)]
-    large = {alike[axis] for axis in dotted}
+            dotted |= {(v.id, axis): MIN_DOT_SIZE for v in (op.accumulator, op.a, op.b) for axis in (0, 1)}
+            widest = max(op.a.dtype.itemsize_bytes, op.b.dtype.itemsize_bytes)
+            depths[op.a.id, 1] = max(MIN_DOT_SIZE, MIN_DOT_DEPTH_BYTES // widest)
+    least: dict[Axis, int] = {}
+    for axis, size in (*dotted.items(), *depths.items()):
+        least[alike[axis]] = max(size, least.get(alike[axis], 1))
     return Blocks(
         {
-            v.id: tuple(
-                max(_power_of_two(size), MIN_DOT_SIZE if alike[v.id, axis] in large else 1)
-                for axis, size in enumerate(v.shape)
-            )
+            v.id: tuple(max(_power_of_two(size), least.get(alike[v.id, axis], 1)) for axis, size in enumerate(v.shape))
             for v in values.values()
         }
     )

@@ -13,12 +13,21 @@ from tileweave.codegen.triton.scalars import Scalars, identifier
 from tileweave.codegen.triton.shapes import Blocks
 from tileweave.compiler.bounds import Interval, interval
 from tileweave.compiler.printer import place
-from tileweave.primitives.dtypes import DType, bfloat16, float32, int32
+from tileweave.primitives.dtypes import DType, bfloat16, float8_e4m3fn, float32, int32
 from tileweave.primitives.expr import Const, Expr
 from tileweave.primitives.memory import Memory, Rows, Slice
 from tileweave.primitives.ops import Copy, Index, Op, Operand, Peer, SignalOp, Value
 
-TRITON_TYPES: Mapping[DType, str] = {float32: "tl.float32", bfloat16: "tl.bfloat16", int32: "tl.int32"}
+TRITON_TYPES: Mapping[DType, str] = {
+    float32: "tl.float32",
+    bfloat16: "tl.bfloat16",
+    float8_e4m3fn: "tl.float8e4nv",
+    int32: "tl.int32",
+}
+WIDEN: Mapping[DType, str] = {float32: "{}", bfloat16: "{}.to(tl.float32)", float8_e4m3fn: "from_e4m3({})"}
+"""A tile in fp32."""
+ROUND: Mapping[DType, str] = {float32: "{}", bfloat16: "round_to_bf16({})", float8_e4m3fn: "round_to_e4m3({})"}
+"""An fp32 tile in another type."""
 _INT32_ELEMENTS = 1 << 31
 
 
@@ -97,14 +106,14 @@ class TaskWriter:
         if not isinstance(operand, Value):
             return literal(operand)
         name = self.value(operand)
-        return name if operand.dtype == float32 else f"{name}.to(tl.float32)"
+        return WIDEN[operand.dtype].format(name)
 
     def rounded(self, value: Value, dtype: DType) -> str:
         """Text of a tile in another element type."""
         name = self.value(value)
         if value.dtype == dtype:
             return name
-        return f"round_to_bf16({name})" if dtype == bfloat16 else f"{name}.to({TRITON_TYPES[dtype]})"
+        return ROUND[dtype].format(self.operand(value))
 
     def lanes(self, value: Value, axis: int) -> str:
         """Positions along an axis of `value`, shaped to broadcast against it."""

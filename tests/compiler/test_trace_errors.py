@@ -125,7 +125,25 @@ MISTAKES: list[tuple[str, Callable[[tw.Tensor, tw.Table, Expr], object], type[Ex
     ),
     (
         "unknown dtype", lambda x, t, m: row(x, m).cast("fp8"), DTypeError,
-        "dtype fp8 is not supported; use one of float32, bfloat16, int32",
+        "dtype fp8 is not supported; use one of float32, bfloat16, float8_e4m3fn, int32",
+    ),
+    (
+        "cast to int32", lambda x, t, m: row(x, m).cast("int32"), DTypeError,
+        "tw.cast to int32: tiles of numbers are float32, bfloat16 or float8_e4m3fn",
+    ),
+    (
+        "dot of int32", lambda x, t, m: tw.dot(*[tw.load(tw.workspace("n", (4, 4), "int32"), (tw.ds(0, 4), tw.ds(0, 4)))] * 2),
+        DTypeError, "tw.dot takes tiles of float32, bfloat16 or float8_e4m3fn, got int32",
+    ),
+    (
+        "copy to e4m3", lambda x, t, m: tw.put(
+            tw.symmetric("s", (4,), "float8_e4m3fn"), tw.ds(0, 4), tw.workspace("w", (4,)), tw.ds(0, 4), 0
+        ), DTypeError, "tw.put copies float32 to float8_e4m3fn; it does not cast",
+    ),
+    (
+        "int32 memory of e4m3", lambda x, t, m: tw.store(
+            tw.workspace("n", (4, 64), "int32"), (tw.ds(0, 4), tw.ds(0, 64)), row(x, m).cast("float8_e4m3fn")
+        ), DTypeError, "tw.store of a float8_e4m3fn tile to int32 memory 'n'",
     ),
     (
         "signal outside the world", lambda x, t, m: tw.signal(tw.signals("done", (1,)), 0, peer=7), TraceError,

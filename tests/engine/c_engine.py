@@ -10,6 +10,7 @@ import torch
 
 from tests.codegen.reference_helpers import Arguments, Array
 from tileweave.codegen.compiled import compile as compile_kernel
+from tileweave.codegen.reference.storage import PATTERNS
 from tileweave.compiler.config import Config
 from tileweave.compiler.trace import Kernel
 from tileweave.primitives.group import Group
@@ -18,10 +19,11 @@ from tileweave.primitives.memory import Memory
 
 
 def argument(spec: object, array: Array) -> Any:
-    """`array`, or a tensor that views its bit patterns as bfloat16."""
+    """`array`, or a tensor that views its bit patterns as numbers of a type that NumPy does not have."""
     assert isinstance(spec, Memory)
-    if spec.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if spec.dtype in PATTERNS:
+        bits = {1: np.uint8, 2: np.int16}[spec.dtype.itemsize_bytes]
+        return torch.from_numpy(array.view(bits)).view(getattr(torch, spec.dtype.name))
     return array
 
 

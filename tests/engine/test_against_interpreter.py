@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from tests.codegen import reference_helpers, test_reference, test_reference_sync
+from tests.codegen import reference_helpers, test_e4m3, test_reference, test_reference_sync
 from tests.codegen.reference_helpers import Arguments
 from tests.compiler.test_regions import COLUMNS, ROWS, random_arguments, random_kernel, touched
 from tests.engine.c_engine import run_on_c
@@ -87,6 +87,11 @@ KNOWN: list[tuple[Callable[..., None], tuple[object, ...]]] = [
     (test_reference.test_when_and_nested_loops, ()),
     (test_reference.test_reductions_run_over_the_extent, (10, 7)),
     (test_reference.test_bfloat16_rounds_where_it_is_stored_or_cast, ()),
+    (test_e4m3.test_e4m3_rounds_where_it_is_stored_or_cast, ()),
+    (test_e4m3.test_every_code_is_read_and_copied, ()),
+    *((test_e4m3.test_ragged_products, (other,)) for other in ("float8_e4m3fn", "bfloat16", "float32")),
+    (test_e4m3.test_products_of_tiles_made_in_the_task, ()),
+    (test_e4m3.test_accumulators_take_e4m3_and_what_nobody_wrote_is_nan, ()),
     (test_reference.test_values_made_from_an_accumulator_do_not_follow_it, ()),
     (test_reference.test_ragged_update_keeps_the_rest_of_an_accumulator, ()),
     (test_reference.test_what_nobody_wrote_shows_as_nan, ()),

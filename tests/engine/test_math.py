@@ -14,12 +14,12 @@ from scipy.special import erf, expit
 
 from tileweave import native
 from tileweave.codegen.c.engine import FLAGS, INCLUDE_DIR
-from tileweave.codegen.reference import bf16
+from tileweave.codegen.reference import bf16, e4m3
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-NAMES = ("exp", "sigmoid", "tanh", "log", "erf", "round_bf16")
+NAMES = ("exp", "sigmoid", "tanh", "log", "erf", "round_bf16", "round_e4m3")
 SOURCE = '#include "tw_math.h"\n' + "".join(
     f"void all_{name}(const float *x, float *y, int64_t n) {{\n"
     f"    for (int64_t i = 0; i < n; i++) y[i] = tw_{name}(x[i]);\n}}\n"
@@ -108,6 +108,7 @@ def test_special_values(library: ctypes.CDLL) -> None:
         "log": [-inf, -inf, inf, nan, nan],
         "erf": [0.0, -0.0, 1, -1, nan],
         "round_bf16": SPECIAL.tolist(),
+        "round_e4m3": [0.0, -0.0, 448, -448, nan],
     }
     for name, values in want.items():
         got = apply(library, name, SPECIAL)
@@ -141,4 +142,15 @@ def test_bf16_rounds_to_nearest_even(library: ctypes.CDLL) -> None:
     numbers = ~np.isnan(x)
     np.testing.assert_array_equal(got[numbers].view(np.uint32), want[numbers].view(np.uint32))
     np.testing.assert_array_equal(got[numbers], torch.from_numpy(x[numbers]).bfloat16().float().numpy())
+    assert np.isnan(got[~numbers]).all()
+
+
+def test_e4m3_rounds_to_nearest_even_and_saturates(library: ctypes.CDLL) -> None:
+    every = np.arange(1 << 12, dtype=np.uint32) << 20  # floats of 3 bits of mantissa, and what lies around each
+    offsets = np.array([0, 1, 0x3FFFF, 0x7FFFF, 0x80000, 0x80001, 0xFFFFF], np.uint32)
+    subnormal = (np.arange(-20, 20, 0.25, dtype=np.float32) * np.float32(2**-10)).view(np.uint32)
+    x = np.concatenate(((every[:, None] + offsets).ravel(), subnormal)).view(np.float32)
+    got, want = apply(library, "round_e4m3", x), e4m3.widen(e4m3.narrow(x))
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(got[numbers].view(np.uint32), want[numbers].view(np.uint32))
     assert np.isnan(got[~numbers]).all()

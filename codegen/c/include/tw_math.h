@@ -1,4 +1,4 @@
-/* Scalars, bf16 and elementwise functions of generated kernels.
+/* Scalars, bf16, e4m3 and elementwise functions of generated kernels.
  *
  * The functions are branch-free polynomials, so that gcc vectorises loops over them, and
  * they spell out each fused multiply-add, so that vector and scalar code give equal bits.
@@ -31,6 +31,26 @@ TW_FN uint16_t tw_to_bf16(float x) {
     return (uint16_t)(nan ? (bits >> 16) | 0x40u : rounded);
 }
 TW_FN float tw_round_bf16(float x) { return tw_from_bf16(tw_to_bf16(x)); }
+
+/* e4m3: an exponent 120 less than that of a float; 127 and 255 are NaN. Subnormals by a difference of two floats. */
+TW_FN float tw_from_e4m3(uint8_t x) {
+    uint32_t size = x & 0x7fu, sign = ((uint32_t)x & 0x80u) << 24;
+    uint32_t subnormal = tw_bits_of(tw_float_of((size << 20) + (121u << 23)) - 0x1p-6f);
+    uint32_t normal = (size << 20) + (120u << 23);
+    uint32_t number = size < 8u ? subnormal : normal;
+    return tw_float_of((size == 0x7fu ? 0x7fc00000u : number) | sign);
+}
+
+/* To nearest, ties to even, beyond 448 to 448; a NaN stays a NaN. Floats from 2^14 on lie as far apart as subnormals. */
+TW_FN uint8_t tw_to_e4m3(float x) {
+    uint32_t bits = tw_bits_of(x), size = bits & 0x7fffffffu, largest = 0x43e00000u;
+    uint32_t kept = size > largest ? largest : size;
+    uint32_t normal = ((kept + 0x7ffffu + ((kept >> 20) & 1u)) >> 20) - 960u;
+    uint32_t subnormal = tw_bits_of(tw_float_of(kept) + 0x1p14f) - 0x46800000u;
+    uint32_t number = kept < 0x3c800000u ? subnormal : normal;
+    return (uint8_t)((size > 0x7f800000u ? 0x7fu : number) | ((bits >> 24) & 0x80u));
+}
+TW_FN float tw_round_e4m3(float x) { return tw_from_e4m3(tw_to_e4m3(x)); }
 
 /* e^x: 2^n times a polynomial in [-ln2/2, ln2/2]; below 1.5 ulp where the result is normal.
  * At the two bounds the last products round to 0 and overflow to infinity by themselves. */
