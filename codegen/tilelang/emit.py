@@ -13,8 +13,10 @@ from tileweave.codegen.tilelang.scalars import identifier
 from tileweave.codegen.tilelang.specialised import RoleText, specialised_kernel
 from tileweave.codegen.tilelang.target import Target
 from tileweave.codegen.tilelang.tasks import TaskText, consumer_task, feeder_task, serial_task
+from tileweave.codegen.tilelang.writer import TILELANG_TYPES
 from tileweave.compiler.config import GpuConfig
-from tileweave.errors import ConfigError
+from tileweave.errors import CompileError, ConfigError
+from tileweave.primitives.ops import accesses, operands, result, walk
 
 DEFAULT_GPU = GpuConfig(warps=8, stages=4, loads="tma")
 WARPGROUPS: Mapping[int, int] = {4: 1, 8: 2}
@@ -34,6 +36,7 @@ def emit_module(lowered: Lowered, target: Target, gpu: GpuConfig = DEFAULT_GPU) 
         ConfigError: warps that are not one or two warpgroups.
     """
     program, schedule = lowered.program, lowered.schedule
+    _refuse_unknown_types(lowered, target)
     helpers, text = _IMPORTS[target]
     parts = [
         f'"""{program.name} for {program.world_size} ranks: {schedule.order}, {schedule.queue} queues.',
@@ -51,6 +54,20 @@ def emit_module(lowered: Lowered, target: Target, gpu: GpuConfig = DEFAULT_GPU) 
         *(_serial(lowered) if target == "c" else _specialised(lowered, gpu)),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _refuse_unknown_types(lowered: Lowered, target: Target) -> None:
+    for task in lowered.tasks:
+        for op in walk(task.task.body):
+            values = (*operands(op), *([] if (value := result(op)) is None else [value]))
+            types = [v.dtype for v in values] + [access.memory.dtype for access in accesses(op)]
+            for dtype in types:
+                if dtype not in TILELANG_TYPES:
+                    raise CompileError(
+                        f"TileLang, target '{target}', task '{task.task.name}': it has no {dtype}; compile the kernel "
+                        "with backend 'triton' or 'c', or keep these numbers in bfloat16",
+                        op.location,
+                    )
 
 
 def _serial(lowered: Lowered) -> Iterator[str]:

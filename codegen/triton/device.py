@@ -62,6 +62,8 @@ def dot(a, b, total):
     """`total` plus `a` times `b` in fp32."""
     if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
         return tl.dot(from_e4m3(a), from_e4m3(b), total, input_precision="ieee")
+    if a.dtype == tl.float8e4nv:  # sm_90 keeps fewer bits than fp32 while it sums e4m3, so it is to sum 128 at most
+        return tl.dot(a, b, total, max_num_imprecise_acc=min(a.shape[1], 128))
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -79,8 +81,8 @@ def round_to_bf16(x):
 @triton.jit
 def from_e4m3(x):
     """A tile of e4m3, or of any other type, in fp32."""
-    if INTERPRETED:  # the interpreter reads NaNs of e4m3 as numbers
-        if x.dtype == tl.float8e4nv:
+    if INTERPRETED:  # noqa: SIM102  (that it interprets is known before types are)
+        if x.dtype == tl.float8e4nv:  # whose NaNs the interpreter reads as numbers
             code = x.to(tl.uint8, bitcast=True).to(tl.int32)
             size = code & 127
             subnormal = size.to(tl.float32) * 0.001953125  # 2⁻⁹

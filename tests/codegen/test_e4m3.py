@@ -32,7 +32,7 @@ PLAIN, SMALL, HALF = Tensor(("n",)), Tensor(("n",), "float8_e4m3fn"), Tensor(("n
 
 
 def edges() -> Float32:
-    """Every value, what lies halfway between neighbours, the floats beside those, and all that is too large or small."""
+    """Every value, what lies halfway between neighbours, the floats beside those, and what is too large or small."""
     ladder = np.append(e4m3.widen(CODES[:127]), np.float32(480))  # 480 would follow 448, were it not NaN
     halfway = (ladder[1:] + ladder[:-1]) / 2
     exact = np.concatenate((ladder, halfway))

@@ -9,18 +9,22 @@ import pytest
 from tileweave.codegen.c.functions import C_FUNCTIONS
 from tileweave.codegen.c.ops import EMIT
 from tileweave.codegen.c.scalars import BINARY
+from tileweave.codegen.c.writer import C_TYPES, ROUND
 from tileweave.codegen.listing import TORCH_OPERATORS
 from tileweave.codegen.reference.ops import MEANING
+from tileweave.codegen.reference.storage import STORAGE, UNWRITTEN
 from tileweave.codegen.tilelang.functions import TILELANG_FUNCTIONS
 from tileweave.codegen.tilelang.ops import EMIT as TILELANG_EMIT
 from tileweave.codegen.tilelang.scalars import BINARY as TILELANG_BINARY
 from tileweave.codegen.triton.functions import TRITON_FUNCTIONS
 from tileweave.codegen.triton.ops import EMIT as TRITON_EMIT
 from tileweave.codegen.triton.scalars import BINARY as TRITON_BINARY
+from tileweave.codegen.triton.writer import ROUND as TRITON_ROUND
+from tileweave.codegen.triton.writer import TRITON_TYPES, WIDEN
 from tileweave.compiler.bounds import INTERVALS
 from tileweave.compiler.cost import COSTS
 from tileweave.compiler.printer import PRINTED
-from tileweave.primitives import ops
+from tileweave.primitives import dtypes, ops
 from tileweave.primitives.expr import OPERATORS
 from tileweave.primitives.functions import FUNCTIONS
 from tileweave.primitives.ops import ACCESSES, TILE_OPERANDS, Op, op_classes
@@ -67,3 +71,13 @@ def test_every_function_has_the_text(texts: Mapping[str, str]) -> None:
     assert set(texts) == set(FUNCTIONS)
     for name, function in FUNCTIONS.items():
         assert texts[name].count("{}") == function.arity
+
+
+@pytest.mark.parametrize("table", [C_TYPES, STORAGE, UNWRITTEN, TRITON_TYPES])
+def test_every_dtype_is_stored(table: Mapping[dtypes.DType, object]) -> None:
+    assert set(table) == set(dtypes.ALL.values())
+
+
+@pytest.mark.parametrize("table", [ROUND, TRITON_ROUND, WIDEN])
+def test_every_type_of_numbers_is_rounded_to(table: Mapping[dtypes.DType, object]) -> None:
+    assert set(table) == set(dtypes.FLOATS)

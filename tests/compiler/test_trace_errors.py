@@ -132,7 +132,9 @@ MISTAKES: list[tuple[str, Callable[[tw.Tensor, tw.Table, Expr], object], type[Ex
         "tw.cast to int32: tiles of numbers are float32, bfloat16 or float8_e4m3fn",
     ),
     (
-        "dot of int32", lambda x, t, m: tw.dot(*[tw.load(tw.workspace("n", (4, 4), "int32"), (tw.ds(0, 4), tw.ds(0, 4)))] * 2),
+        "dot of int32", lambda x, t, m: tw.dot(
+            *[tw.load(tw.workspace("n", (4, 4), "int32"), (tw.ds(0, 4), tw.ds(0, 4)))] * 2
+        ),
         DTypeError, "tw.dot takes tiles of float32, bfloat16 or float8_e4m3fn, got int32",
     ),
     (
