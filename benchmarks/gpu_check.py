@@ -1,6 +1,7 @@
 """Kernels and layers on the GPU of this machine: right values, capture in a CUDA graph, and times.
 
-    python benchmarks/gpu_check.py [--model NAME]... [--tokens 4096] [--ranks 1]... [--json FILE] [--write-docs]
+    python benchmarks/gpu_check.py [--model NAME]... [--through BACKEND]... [--ranks 1]... [--tokens 4096]
+                                   [--json FILE] [--write-docs]
 
 Ranks are virtual ones on one GPU. Values are those of the C engine on the CPU, or of an fp64 layer, within rounding.
 Times are medians of runs that alternate with plain torch, in the same process. `--write-docs` puts them into
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime as dt
+import itertools
 import json
 import runpy
 import statistics
@@ -19,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,11 +64,22 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Setup:
+    """Virtual ranks on a device, and the backend of their layer; `run` as for `GpuMoELayer`."""
+
+    ranks: int
+    device: str = DEVICE
+    backend: Literal["triton", "tilelang"] = "triton"
+    run: tw.Config | None = None
+
+
+@dataclass(frozen=True)
 class Times:
     """Median milliseconds of a forward of one model's layer; graph: replayed from a CUDA graph, None if torch's
     implementation cannot be captured."""
 
     model: str
+    backend: str
     ranks: int
     tokens: int
     routing: str
@@ -279,24 +292,27 @@ def plain_torch(
     return (back * scale.to(config.dtype).unsqueeze(-1)).sum(1)
 
 
-def make_layer(config: MoEConfig, tokens: int, ranks: int, device: str, run: tw.Config | None = None) -> GpuMoELayer:
+def make_layer(config: MoEConfig, tokens: int, setup: Setup) -> GpuMoELayer:
     """A layer for virtual ranks that share `tokens`."""
+    ranks = setup.ranks
     experts = [local_experts(config.num_experts, ranks, rank) for rank in range(ranks)]
-    weights = [random_layer(config, each, device) for each in experts]
-    heap = tw.gpu.LocalHeap(ranks, device)
-    return GpuMoELayer(config, heap, weights, num_tokens=-(-tokens // ranks), run=run)
+    weights = [random_layer(config, each, setup.device) for each in experts]
+    heap = tw.gpu.LocalHeap(ranks, setup.device)
+    most = -(-tokens // ranks)
+    return GpuMoELayer(config, heap, weights, num_tokens=most, run=setup.run, backend=setup.backend)
 
 
-def compare_layer(config: MoEConfig, ranks: int, device: str, run: tw.Config | None = None) -> Check:
+def compare_layer(config: MoEConfig, setup: Setup) -> Check:
     """A small layer with uneven ranks against fp64."""
+    ranks, device = setup.ranks, setup.device
     tokens = [48] * (ranks - 1) + [17]
-    layer = make_layer(config, 48 * ranks, ranks, device, run)
+    layer = make_layer(config, 48 * ranks, setup)
     batch = random_batch(config, tokens, "skewed", device)
     got = torch.cat(layer(batch.x, batch.index, batch.scale))
     layer.check()
     want = reference_moe(*batch.joined(), random_layer(config, range(config.num_experts), device), config)
     layer.heap.close()
-    return Check("GpuMoELayer against fp64", ranks, error_of(want, got), BOUNDS[config.dtype])
+    return Check(f"GpuMoELayer ({setup.backend}) against fp64", ranks, error_of(want, got), BOUNDS[config.dtype])
 
 
 # ---------------------------------------------------------------------- on a GPU alone
@@ -316,9 +332,10 @@ def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
-def check_capture(config: MoEConfig, ranks: int, device: str) -> Check:
+def check_capture(config: MoEConfig, setup: Setup) -> Check:
     """A captured layer follows new tokens and a new routing, to the bit."""
-    layer = make_layer(config, 48 * ranks, ranks, device)
+    ranks, device = setup.ranks, setup.device
+    layer = make_layer(config, 48 * ranks, setup)
     still = random_batch(config, [48] * ranks, "uniform", device)
     graph, outs = capture(lambda: layer(still.x, still.index, still.scale))
     error = 0.0
@@ -332,7 +349,7 @@ def check_capture(config: MoEConfig, ranks: int, device: str) -> Check:
         error = max(error, error_of(torch.cat(layer(batch.x, batch.index, batch.scale)), replayed))
     layer.check()
     layer.heap.close()
-    return Check("GpuMoELayer replayed from a CUDA graph against eager", ranks, error, 0.0)
+    return Check(f"GpuMoELayer ({setup.backend}) replayed from a CUDA graph against eager", ranks, error, 0.0)
 
 
 def median_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -350,10 +367,10 @@ def median_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, fl
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def time_layer(name: str, tokens: int, ranks: int, routing: str, repeats: int) -> Times:
+def time_layer(name: str, tokens: int, setup: Setup, routing: str, repeats: int) -> Times:
     """One model's layer on virtual ranks, and plain torch for all of their tokens."""
-    config, device = model(name), DEVICE
-    layer = make_layer(config, tokens, ranks, device)
+    config, device, ranks = model(name), setup.device, setup.ranks
+    layer = make_layer(config, tokens, setup)
     batch = random_batch(config, [tokens // ranks] * ranks, routing, device)
     joined = batch.joined()
     every = random_layer(config, range(config.num_experts), device)
@@ -370,8 +387,9 @@ def time_layer(name: str, tokens: int, ranks: int, routing: str, repeats: int) -
     found = median_ms(calls, repeats)
     layer.check()
     layer.heap.close()
+    ours_ms, theirs_ms, our_graph_ms = (found[each] for each in ("ours", "theirs", "our graph"))
     return Times(
-        name, ranks, tokens, routing, found["ours"], found["theirs"], found["our graph"], found.get("their graph")
+        name, setup.backend, ranks, tokens, routing, ours_ms, theirs_ms, our_graph_ms, found.get("their graph")
     )
 
 
@@ -398,8 +416,8 @@ def section(results: Results) -> str:
         f"Forward of one layer in bf16, virtual ranks on one GPU; median of {results.repeats} runs, in ms.",
         "Torch is its grouped product for all tokens at once; the last column is its time over Tileweave's.",
         "",
-        "| layer | ranks | tokens | routing | Tileweave | in a graph | torch | in a graph | torch / Tileweave |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| layer | backend | ranks | tokens | routing | Tileweave | graph | torch | graph | torch / Tileweave |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *(_row(each) for each in results.times),
     ]
     return "\n".join(lines) + "\n"
@@ -408,8 +426,9 @@ def section(results: Results) -> str:
 def _row(times: Times) -> str:
     graph = "-" if times.torch_graph_ms is None else f"{times.torch_graph_ms:.3f}"
     return (
-        f"| {times.model} | {times.ranks} | {times.tokens:,} | {times.routing} | {times.tileweave_ms:.3f} | "
-        f"{times.tileweave_graph_ms:.3f} | {times.torch_ms:.3f} | {graph} | {times.speedup:.2f} |"
+        f"| {times.model} | {times.backend} | {times.ranks} | {times.tokens:,} | {times.routing} | "
+        f"{times.tileweave_ms:.3f} | {times.tileweave_graph_ms:.3f} | {times.torch_ms:.3f} | {graph} | "
+        f"{times.speedup:.2f} |"
     )
 
 
@@ -437,6 +456,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line; models and ranks default to all models on 1 and 8 ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="a model; may be given again")
+    parser.add_argument("--through", action="append", choices=("triton", "tilelang"), help="a backend; by default both")
     parser.add_argument("--ranks", action="append", type=int, help="virtual ranks; may be given again")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of all ranks together")
     parser.add_argument("--repeats", type=int, default=20)
@@ -444,6 +464,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--write-docs", action="store_true", help="write the section of docs/gpu.md")
     given = parser.parse_args(words)
     given.model, given.ranks = given.model or list(MODELS), given.ranks or [1, 8]
+    given.through = given.through or ["triton", "tilelang"]
     for ranks in given.ranks:
         if ranks < 1 or given.tokens < 1 or given.tokens % ranks or given.repeats < 1:
             parser.error(
@@ -457,19 +478,19 @@ def run_all(given: argparse.Namespace) -> Results:
     gpu, checks = require_gpu(), []
     for check in (
         *check_values(gpu.arch),
-        *(compare_layer(SMALL, ranks, DEVICE) for ranks in WORLD_SIZES),
-        *(check_capture(SMALL, ranks, DEVICE) for ranks in WORLD_SIZES),
+        *(compare_layer(SMALL, Setup(ranks, backend=name)) for name in given.through for ranks in WORLD_SIZES),
+        *(check_capture(SMALL, Setup(ranks, backend=name)) for name in given.through for ranks in WORLD_SIZES),
     ):
         checks.append(check)
         print(f"{'ok   ' if check.passed else 'WRONG'} {check.what}, {check.world_size} ranks: {check.error:.1e}")
     times = []
     if all(check.passed for check in checks):
-        for name in given.model:
-            for ranks in given.ranks:
-                for routing in ("uniform", "skewed"):
-                    times.append(time_layer(name, given.tokens, ranks, routing, given.repeats))
-                    print(_row(times[-1]))
-                    torch.cuda.empty_cache()
+        for name, through, ranks in itertools.product(given.model, given.through, given.ranks):
+            for routing in ("uniform", "skewed"):
+                setup = Setup(ranks, backend=through)
+                times.append(time_layer(name, given.tokens, setup, routing, given.repeats))
+                print(_row(times[-1]))
+                torch.cuda.empty_cache()
     date = dt.datetime.now(dt.timezone.utc).date().isoformat()
     return Results(date, f"{gpu.name} ({gpu.arch}, {gpu.num_sms} SMs)", dict(versions()), given.repeats, checks, times)
 

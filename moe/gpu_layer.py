@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,7 @@ class GpuMoELayer:
         num_tokens: int,
         capacity: int | None = None,
         run: Config | None = None,
+        backend: Literal["triton", "tilelang"] = "triton",
     ) -> None:
         """Compile and load; collective. Takes seconds.
 
@@ -59,6 +60,7 @@ class GpuMoELayer:
                 as many as can come when no token names an expert twice.
             run: workers, order, queue and tiles; by default those of the GPU's architecture, on all SMs that
                 TILEWEAVE_GPU_SMS allows, shared among the ranks of this process.
+            backend: whose kernel runs.
 
         Raises:
             ArgumentError: weights do not fit, or a number is out of range.
@@ -75,7 +77,7 @@ class GpuMoELayer:
         self.capacity = capacity or most
         chosen = run or default_run(heap)
         shape = LayerShape(placement.max_local, self.capacity, num_tokens, config.activation, config.gated)
-        self.compiled = compile_on_gpu(config, heap.world_size, shape, chosen)
+        self.compiled = compile_on_gpu(config, heap.world_size, shape, chosen, backend)
         tiles = chosen.tunables.get("tiles", Tiles())
         self._kernel = load(self.compiled, heap, layer_room(config, heap.world_size, shape, tiles))
         self._placement = DevicePlacement.of(placement, heap.device)
@@ -172,10 +174,16 @@ def default_run(heap: GpuHeap) -> Config:
     return Config(workers=workers, gpu=defaults.gpu, tunables={"tiles": defaults.tiles})
 
 
-def compile_on_gpu(config: MoEConfig, world_size: int, shape: LayerShape, run: Config) -> CompiledKernel:
-    """`moe_layer` for the Triton backend."""
+def compile_on_gpu(
+    config: MoEConfig,
+    world_size: int,
+    shape: LayerShape,
+    run: Config,
+    backend: Literal["triton", "tilelang"] = "triton",
+) -> CompiledKernel:
+    """`moe_layer` for a GPU backend."""
     specs = layer_specs(config, Placement.contiguous(config.num_experts, world_size))
-    return compile_kernel(moe_layer, *specs, shape, world_size=world_size, backend="triton", config=run)
+    return compile_kernel(moe_layer, *specs, shape, world_size=world_size, backend=backend, config=run)
 
 
 def layer_room(config: MoEConfig, world_size: int, shape: LayerShape, tiles: Tiles) -> int:

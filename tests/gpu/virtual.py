@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tileweave as tw
-from benchmarks.gpu_check import compare_kernel, compare_layer
+from benchmarks.gpu_check import Setup, compare_kernel, compare_layer
 from tests.gpu.no_host_reads import NoHostReads
 from tests.triton.interleaved import interleave
 from tileweave.codegen.triton import engine
@@ -49,7 +49,7 @@ def test_values(number: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_layers(ranks: int) -> None:
     config = MoEConfig(hidden=64, intermediate=32, num_experts=5, num_topk=3, bias=True, dtype=torch.bfloat16)
-    check = compare_layer(config, ranks, "cpu", RUN)
+    check = compare_layer(config, Setup(ranks, "cpu", run=RUN))
     assert check.passed, check
 
 
