@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered
+from tileweave.codegen.lower import Lowered
 from tileweave.primitives.expr import Binary, Const, Dim, Expr, Index, Rank, TableRead
 from tileweave.primitives.ops import Task
+from tileweave.primitives.recorder import MAX_GRID_DIMS
 
 ENTRY_WORDS = 1 + MAX_GRID_DIMS
 """int32 words of a queue entry: task number and four grid indices."""

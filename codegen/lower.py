@@ -14,13 +14,10 @@ from tileweave.codegen.layout import Segment, aligned, num_elements, symmetric_s
 from tileweave.codegen.puts import with_puts
 from tileweave.compiler.program import Program
 from tileweave.compiler.schedule import Lane, Schedule
-from tileweave.errors import CompileError
 from tileweave.primitives.expr import Const
 from tileweave.primitives.memory import Memory, Symmetric
 from tileweave.primitives.ops import Op, Task, WaitOp, result
 from tileweave.primitives.ops import walk as walk_ops
-
-MAX_GRID_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -102,17 +99,7 @@ class Lowered:
 
 
 def lower(program: Program, schedule: Schedule) -> Lowered:
-    """Decide what backends share.
-
-    Raises:
-        CompileError: a task has more grid dimensions than a queue entry holds.
-    """
-    for task in program.tasks:
-        if len(task.grid) > MAX_GRID_DIMS:
-            raise CompileError(
-                f"task '{task.name}' has {len(task.grid)} grid dimensions; at most {MAX_GRID_DIMS} fit a queue entry",
-                task.location,
-            )
+    """Decide what backends share."""
     waits = [(task, op) for task in program.tasks for op in walk_ops(task.body) if isinstance(op, WaitOp)]
     sites = tuple(Site(number, task, op) for number, (task, op) in enumerate(waits))
     tasks = tuple(LoweredTask(number, task, _definitions(task)) for number, task in enumerate(program.tasks))

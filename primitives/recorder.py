@@ -17,7 +17,7 @@ from tileweave.primitives.ops import GridDim, Op, Role, Task, Value
 from tileweave.primitives.source import caller_location
 
 M = TypeVar("M", bound=Memory)
-MAX_GRID_DIMS = 4
+MAX_GRID_DIMS = 4  # of a queue entry
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tileweave.codegen.c.scalars import Scalars, identifier
 from tileweave.codegen.common import common_scalars
 from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
-from tileweave.codegen.lower import MAX_GRID_DIMS, Companion, Lowered, LoweredTask
+from tileweave.codegen.lower import Companion, Lowered, LoweredTask
 from tileweave.codegen.puts import put_of, signal_of_put
 from tileweave.compiler.printer import place
 from tileweave.errors import CompileError
@@ -29,6 +29,7 @@ from tileweave.primitives.ops import (
     stored_extents,
     walk,
 )
+from tileweave.primitives.recorder import MAX_GRID_DIMS
 
 THREADS = 256
 _STATE_WORDS = 8

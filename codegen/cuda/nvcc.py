@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tileweave.codegen.missing import MISSING
 from tileweave.errors import BuildError
 
 
@@ -41,14 +42,14 @@ def compile_cuda(source: Path, arch: str, include: Sequence[Path], flags: Sequen
 
 
 def find_tool(name: str) -> str:
-    """Path of a tool of the CUDA toolkit.
+    """Path of `nvcc` or `nvlink`.
 
     Raises:
         BuildError: it is not there.
     """
     path = shutil.which(name)
     if path is None:
-        raise BuildError(f"{name} is not on the PATH; install the CUDA toolkit, 13.0 or later")
+        raise BuildError(MISSING[name])
     return path
 
 

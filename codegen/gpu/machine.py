@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tileweave.codegen.missing import MISSING
 from tileweave.errors import DeviceError
 
 ARCH_OF = {9: "sm_90", 10: "sm_100"}
@@ -118,15 +119,15 @@ def gpu_parts() -> tuple[Part, ...]:
     names = ", ".join(f"{name} ({ARCH_OF.get(major, f'sm_{major}{minor}')})" for name, (major, minor) in seen.devices)
     return (
         Part("GPU", names if problem is None else None, problem or ""),
-        _package("triton", "the Triton backend needs Triton 3.6 or later; run: pip install 'triton>=3.6'"),
-        _package("tilelang", "the TileLang backend needs TileLang 0.1.15 or later; run: pip install 'tileweave[gpu]'"),
+        _package("triton"),
+        _package("tilelang"),
         _nvshmem(),
         _nvcc(),
     )
 
 
-def _package(name: str, missing: str) -> Part:
-    return Part(name, _version(name) if importlib.util.find_spec(name) is not None else None, missing)
+def _package(name: str) -> Part:
+    return Part(name, _version(name) if importlib.util.find_spec(name) is not None else None, MISSING[name])
 
 
 def _nvshmem() -> Part:
@@ -136,18 +137,16 @@ def _nvshmem() -> Part:
             found = _version("nvshmem4py-cu13") or _version("nvshmem4py-cu12") or "unknown version"
     except ModuleNotFoundError:
         pass
-    missing = "symmetric memory across nodes needs nvshmem4py; run: pip install 'nvshmem4py-cu13>=0.1.2'"
-    return Part("nvshmem4py", found, missing)
+    return Part("nvshmem4py", found, MISSING["nvshmem4py"])
 
 
 def _nvcc() -> Part:
     path = shutil.which("nvcc")
-    missing = "nvcc is not on the PATH; install the CUDA toolkit, 13.0 or later"
     if path is None:
-        return Part("nvcc", None, missing)
+        return Part("nvcc", None, MISSING["nvcc"])
     run = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=30)
     version = re.search(r"release ([\d.]+)", run.stdout)
-    return Part("nvcc", version.group(1) if version else path, missing)
+    return Part("nvcc", version.group(1) if version else path, MISSING["nvcc"])
 
 
 def _version(package: str) -> str | None:

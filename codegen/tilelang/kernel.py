@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
-from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered
+from tileweave.codegen.lower import Lowered
 from tileweave.codegen.state import ENTRY_SITE, EPOCH, STATE_WORDS
 from tileweave.codegen.tilelang.scalars import Scalars, identifier
 from tileweave.codegen.tilelang.tasks import TaskText
 from tileweave.codegen.tilelang.writer import TILELANG_TYPES
 from tileweave.primitives.memory import Memory, Signal
+from tileweave.primitives.recorder import MAX_GRID_DIMS
 
 
 def signature(lowered: Lowered) -> list[str]:

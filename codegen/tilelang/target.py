@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Literal, TypeAlias
 
+from tileweave.codegen.missing import MISSING
 from tileweave.compiler.program import Program
 from tileweave.errors import BuildError
 from tileweave.primitives.dtypes import bfloat16
@@ -25,4 +26,4 @@ def require_tilelang() -> None:
         BuildError: it is not installed.
     """
     if importlib.util.find_spec("tilelang") is None:
-        raise BuildError("the TileLang backend needs TileLang 0.1.15 or later; run: pip install 'tileweave[gpu]'")
+        raise BuildError(MISSING["tilelang"])

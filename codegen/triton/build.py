@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import warnings
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.codegen.lower import Lowered
+from tileweave.codegen.nvshmem import nvshmem_file
 from tileweave.codegen.report import KernelReport, SourceLines, check_shared_memory, report_of_cubin
 from tileweave.codegen.triton.persistent import companion_name
 from tileweave.codegen.triton.source import load_kernel, write_source
@@ -68,30 +68,10 @@ def build_companion(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
     if lowered.companion is None:
         name, topology = lowered.program.name, lowered.schedule.topology
         raise ConfigError(f"kernel '{name}' has no companion: nothing leaves a node of topology '{topology.name}'")
-    libraries = {"libnvshmem_device": str(nvshmem_library(arch))}
+    libraries = {"libnvshmem_device": str(nvshmem_file(f"libnvshmem_device_{arch}.bc"))}
     options = {"num_warps": COMPANION_WARPS, "extern_libs": libraries}
     kernel = _Kernel(companion_name(lowered), {t.task.name: f"send_{t.task.name}" for t in lowered.companion.tasks})
     return _compile(lowered, gpu, arch, kernel, options)
-
-
-def nvshmem_library(arch: str) -> Path:
-    """NVSHMEM's device bitcode for `arch`.
-
-    Raises:
-        BuildError: it is not installed.
-    """
-    try:
-        found = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        found = None
-    folders = [] if found is None else list(found.submodule_search_locations or ())
-    for folder in folders:
-        path = Path(folder) / "lib" / f"libnvshmem_device_{arch}.bc"
-        if path.is_file():
-            return path
-    raise BuildError(
-        f"sends between nodes need NVSHMEM's device code for {arch}; run: pip install 'nvidia-nvshmem-cu13>=3.8'"
-    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What every emitted Triton module stands on: launch state, signals, waits, entry and small scalar functions.
 
-Offsets in `state` (int64, one row a rank): see the constants below. A wait that gives up
-leaves its record there once, and every worker stops at its next tile.
+`state` is a row of the record in `codegen/state.py` for each rank. A wait that gives up leaves its
+words there once, and every worker stops at its next tile.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tileweave.codegen import state as record
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-STATE_WORDS = 8
-EPOCH, FAILED, WORKER, ENTRY, SITE, INDEX, EXPECTED, OBSERVED = range(STATE_WORDS)
-_EPOCH, _FAILED, _WORKER, _ENTRY = (tl.constexpr(n) for n in (EPOCH, FAILED, WORKER, ENTRY))
-_SITE, _INDEX, _EXPECTED, _OBSERVED = (tl.constexpr(n) for n in (SITE, INDEX, EXPECTED, OBSERVED))
-ENTRY_SITE = -1  # site number of the wait for all ranks at the start of a launch
+_EPOCH, _FAILED = tl.constexpr(record.EPOCH), tl.constexpr(record.FAILED)
+_WORKER, _ENTRY = tl.constexpr(record.WORKER), tl.constexpr(record.ENTRY)
+_SITE, _INDEX = tl.constexpr(record.SITE), tl.constexpr(record.INDEX)
+_EXPECTED, _OBSERVED = tl.constexpr(record.EXPECTED), tl.constexpr(record.OBSERVED)
 
 
 @triton.jit

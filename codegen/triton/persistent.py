@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
-from tileweave.codegen.lower import MAX_GRID_DIMS, Companion, Lowered, LoweredTask
+from tileweave.codegen.lower import Companion, Lowered, LoweredTask
 from tileweave.compiler.schedule import Lane
+from tileweave.primitives.recorder import MAX_GRID_DIMS
 
 PARAMETERS = "memory, dims, heap, queue, counts, cursor, state, first_rank, capacity, limit, zero"
 # Triton would compile a kernel anew for a value of 1 or a multiple of 16, and rank 1 would run other code than rank 2.

@@ -12,6 +12,7 @@ from typing import Any
 
 from tileweave import knobs
 from tileweave.codegen.lower import Lowered
+from tileweave.codegen.missing import MISSING
 from tileweave.codegen.triton.emit import emit_module
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError
@@ -70,7 +71,7 @@ def require_triton() -> None:
         BuildError: it cannot.
     """
     if importlib.util.find_spec("triton") is None:
-        raise BuildError("the Triton backend needs Triton 3.6 or later; run: pip install 'triton>=3.6'")
+        raise BuildError(MISSING["triton"])
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -18,11 +18,12 @@ import torch
 
 import tileweave as tw
 from tests.moe.layers import random_inputs
-from tileweave.codegen.cuda.build import INCLUDE_DIR, build_companion, nvshmem_folder
+from tileweave.codegen.cuda.build import INCLUDE_DIR, build_companion
 from tileweave.codegen.cuda.companion import emit_companion
 from tileweave.codegen.layout import num_elements
 from tileweave.codegen.listing import Bound, list_tiles
 from tileweave.codegen.lower import Lowered
+from tileweave.codegen.nvshmem import nvshmem_file
 from tileweave.codegen.report import report_of_cubin
 from tileweave.compiler.config import QueueKind
 from tileweave.errors import BuildError, CompileError, ConfigError
@@ -285,5 +286,5 @@ def test_refusals_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BuildError, match="nvcc is not on the PATH; install the CUDA toolkit, 13"):
         build_companion(compile_forms("moves").lowered, "sm_90")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BuildError, match="need NVSHMEM's device library; run: pip install 'nvidia-nvshmem-cu13"):
-        nvshmem_folder()
+    with pytest.raises(BuildError, match=r"need NVSHMEM's libnvshmem_device\.a; run: pip install"):
+        nvshmem_file("libnvshmem_device.a")

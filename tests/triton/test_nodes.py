@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 pytest.importorskip("nvidia.nvshmem")
 
 from tileweave.codegen.gpu.queued import Ranks
-from tileweave.codegen.triton.build import Binary, build, build_companion, nvshmem_library
+from tileweave.codegen.triton.build import Binary, build, build_companion
 from tileweave.codegen.triton.engine import TritonKernel
 from tileweave.moe.gpu import Deployment, compile_layer
 from tileweave.moe.models import MODELS
@@ -121,10 +121,10 @@ def test_a_kernel_of_one_node_has_no_companion() -> None:
 
 
 def test_missing_device_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = r"need NVSHMEM's device code for sm_90; run: pip install 'nvidia-nvshmem-cu13>=3.8'"
+    text = r"need NVSHMEM's libnvshmem_device_sm_90\.bc; run: pip install 'nvidia-nvshmem-cu13>=3.8'"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BuildError, match=text):
-        nvshmem_library("sm_90")
+        build_companion(compile_every_send().lowered, GpuConfig(), "sm_90")
 
 
 def test_launching_is_refused() -> None:
