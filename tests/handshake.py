@@ -1,8 +1,9 @@
-"""A kernel of one signal and one wait, and how to find their orders in PTX."""
+"""A kernel of one signal and one wait, and what its PTX shows of their orders, whichever backend wrote it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import tileweave as tw
 from tileweave.primitives.ops import Order, Scope
@@ -34,3 +35,24 @@ def count(text: str, *words: str) -> int:
     """Instructions whose dotted name holds all of `words`."""
     names = [word.split(".") for word in re.findall(r"\b(?:red|ld|atom)\.[\w.:]+", text)]
     return sum(set(words) <= set(name) for name in names)
+
+
+def check_orders(ptx: Callable[..., str]) -> None:
+    """`ptx(release=…, acquire=…)` is that of `handshake`.
+
+    The entry of a launch signals and waits too: so it is the difference that counts.
+    """
+    strong, weak_signal, weak_wait = ptx(), ptx(release=Order.RELAXED), ptx(acquire=Order.RELAXED)
+    assert count(strong, "release", "sys") == count(weak_signal, "release", "sys") + 1
+    assert count(strong, "acquire", "sys") == count(weak_signal, "acquire", "sys")
+    assert count(strong, "acquire", "sys") > count(weak_wait, "acquire", "sys")
+    assert count(strong, "release", "sys") == count(weak_wait, "release", "sys")
+
+
+def check_scopes(ptx: Callable[..., str]) -> None:
+    """`ptx(scope=…)` is that of `handshake`."""
+    wide, narrow = ptx(), ptx(scope=Scope.GPU)
+    assert count(wide, "release", "gpu") == 0
+    assert count(narrow, "release", "gpu") == 1
+    assert count(narrow, "release", "sys") == count(wide, "release", "sys") - 1
+    assert count(narrow, "acquire", "gpu") > count(wide, "acquire", "gpu")

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tileweave.codegen.layout import COUNTER_BYTES, COUNTER_SETS
-from tileweave.codegen.lower import MAX_GRID_DIMS, Lowered
+from tileweave.codegen.lower import Lowered
 from tileweave.codegen.state import EPOCH
 from tileweave.codegen.tilelang.kernel import choose_lane, lane_and_step, signature
 from tileweave.codegen.tilelang.pipeline import Pipeline
 from tileweave.codegen.tilelang.tasks import TaskText
+from tileweave.primitives.recorder import MAX_GRID_DIMS
 
 FEEDERS = 128
 # Registers a thread: feeders hold addresses only, so that consumers can have more than an even share.
@@ -65,13 +66,12 @@ def _enter(lowered: Lowered) -> Iterator[str]:
     segment, world, near = lowered.segment, lowered.program.world_size, lowered.schedule.topology.gpus_per_node
     one_set, entered = segment.counter_set_bytes, segment.entered_offset_bytes
     yield f"epoch = state[{EPOCH}]"
-    yield "one = T.And(worker == 0, T.get_thread_binding() == 0)"
-    yield "if one:"
+    yield "if T.And(worker == 0, T.get_thread_binding() == 0):"
     yield f"    for near in T.serial({near}):"
     yield f"        announce(heap[rank // {near} * {near} + near] + {entered})"
     yield f"enter(heap[rank] + {entered}, epoch * {world}, (T.address_of(state[0]), worker, -1, limit))"
     yield f"counters = epoch % {COUNTER_SETS} * {one_set}"
-    yield "if one:  # the launch before used the other set of counters"
+    yield "if worker == 0:  # the launch before used the other set of counters"
     stale = f"{segment.counters_offset_bytes} + (epoch + 1) % {COUNTER_SETS} * {one_set}"
     yield f"    clear(heap[rank] + {stale}, {one_set // COUNTER_BYTES})"
 

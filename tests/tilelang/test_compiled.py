@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,10 @@ if shutil.which("nvcc") is None:
     pytest.skip("no nvcc", allow_module_level=True)
 
 import tileweave as tw
-from tests.handshake import count, handshake
+from tests.handshake import check_orders, check_scopes, handshake
 from tileweave.codegen.cuda.build import build_companion
 from tileweave.codegen.report import report_of_cubin
-from tileweave.codegen.tilelang.build import build_for_gpu
+from tileweave.codegen.tilelang.build import _refuse_losses, build_for_gpu
 from tileweave.codegen.tilelang.emit import DEFAULT_GPU, emit_module
 from tileweave.compiler.config import GpuConfig
 from tileweave.errors import BuildError, CompileError, ConfigError
@@ -53,21 +54,11 @@ def ptx(release: Order = Order.RELEASE, acquire: Order = Order.ACQUIRE, scope: S
 
 
 def test_signals_release_and_waits_acquire() -> None:
-    """The entry of a launch signals and waits too: so it is the difference that counts."""
-    strong, weak_signal, weak_wait = ptx(), ptx(release=Order.RELAXED), ptx(acquire=Order.RELAXED)
-    assert count(strong, "red", "release", "sys") == count(weak_signal, "red", "release", "sys") + 1
-    assert count(weak_signal, "red", "relaxed", "sys") == count(strong, "red", "relaxed", "sys") + 1
-    assert count(strong, "ld", "acquire", "sys") == count(weak_signal, "ld", "acquire", "sys")
-    assert count(strong, "ld", "acquire", "sys") > count(weak_wait, "ld", "acquire", "sys")
-    assert count(strong, "red", "release", "sys") == count(weak_wait, "red", "release", "sys")
+    check_orders(ptx)
 
 
 def test_scopes() -> None:
-    wide, narrow = ptx(), ptx(scope=Scope.GPU)
-    assert count(wide, "release", "gpu") == 0
-    assert count(narrow, "release", "gpu") == 1
-    assert count(narrow, "release", "sys") == count(wide, "release", "sys") - 1
-    assert count(narrow, "acquire", "gpu") > count(wide, "acquire", "gpu")
+    check_scopes(ptx)
 
 
 def test_stores_are_fenced_and_met_before_a_release() -> None:
@@ -169,3 +160,10 @@ def test_a_layer_across_two_nodes() -> None:
     companion = build_companion(kernel.lowered, "sm_90")
     assert b"nvshmemi_device_state_d" in companion
     assert report_of_cubin(companion, "moe_layer_companion").instructions.matrix == 0
+
+
+def test_what_the_assembler_warns_of_is_refused() -> None:
+    line = "ptxas info    : (C7509) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"
+    with pytest.raises(BuildError, match=r"kernel 'k' lost its speed: ptxas info    : \(C7509\)"):
+        _refuse_losses("k", f"ptxas info    : Used 168 registers\n{line}\n", Path("k.cu"))
+    _refuse_losses("k", "ptxas info    : Used 168 registers\n", Path("k.cu"))

@@ -79,12 +79,13 @@ TW_DEVICE void tw_feeders_meet() {
   asm volatile("bar.sync %0, %1;" ::"n"(TW_BAR_FEEDERS), "n"(TW_FEEDERS) : "memory");
 }
 
-/* One thread a worker calls these. */
+/* All threads of a worker share this. */
 TW_DEVICE int32_t tw_clear(int64_t address, int32_t words) {
-  for (int32_t n = 0; n < words; n++) ((volatile int64_t *)address)[n] = 0;
+  for (int32_t n = threadIdx.x; n < words; n += TW_THREADS) ((volatile int64_t *)address)[n] = 0;
   return 0;
 }
 
+/* One thread calls this. */
 TW_DEVICE int32_t tw_announce(int64_t counter) {
   asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
   return 0;
