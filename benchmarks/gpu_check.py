@@ -31,13 +31,12 @@ import tileweave as tw
 from tileweave.codegen.gpu.machine import Seen, gpu_problem, require_gpu, versions
 from tileweave.codegen.triton.build import build
 from tileweave.errors import BuildError
-from tileweave.moe.baselines import activate, reference_moe
+from tileweave.moe.baselines import grouped_moe, reference_moe
 from tileweave.moe.cases import cases as moe_cases
 from tileweave.moe.cases import routed_case
 from tileweave.moe.config import ExpertWeights, MoEConfig, local_experts
 from tileweave.moe.gpu_layer import GpuMoELayer
 from tileweave.moe.models import MODELS, model
-from tileweave.moe.routing_device import count_experts
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADING = "## Measured on a GPU"
@@ -260,38 +259,6 @@ def random_batch(config: MoEConfig, tokens: Sequence[int], routing: str, device:
     return Batch(x, index, scale)
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows of `x` up to `ends[e]` times the transpose of `weight[e]`; torch's grouped product where there is one."""
-    found = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if found is not None and x.dtype == torch.bfloat16 and x.is_cuda:
-        return found(x, weight.transpose(-2, -1), offs=ends)
-    out = x.new_empty((len(x), weight.shape[1]))
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
-        start = end
-    return out
-
-
-def plain_torch(
-    config: MoEConfig, weights: ExpertWeights, x: torch.Tensor, index: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """The layer as a user of torch writes it on one GPU: sort, two grouped products, weighted sum. No unused slots."""
-    flat = index.reshape(-1)
-    order = flat.argsort(stable=True)
-    expert = flat[order]
-    ends = count_experts(index, config.num_experts).cumsum(0).int()
-    projected = grouped_product(x[order // config.num_topk], weights.gate_up, ends)
-    if weights.gate_up_bias is not None:
-        projected += weights.gate_up_bias[expert]
-    gate, up = projected.chunk(2, 1)
-    result = grouped_product(activate(gate, config.activation).mul_(up), weights.down, ends)
-    if weights.down_bias is not None:
-        result += weights.down_bias[expert]
-    back = torch.empty_like(result).index_copy_(0, order, result).view(*index.shape, config.hidden)
-    return (back * scale.to(config.dtype).unsqueeze(-1)).sum(1)
-
-
 def make_layer(config: MoEConfig, tokens: int, setup: Setup) -> GpuMoELayer:
     """A layer for virtual ranks that share `tokens`."""
     ranks = setup.ranks
@@ -379,7 +346,7 @@ def time_layer(name: str, tokens: int, setup: Setup, routing: str, repeats: int)
         return layer(batch.x, batch.index, batch.scale)
 
     def theirs() -> Any:
-        return plain_torch(config, every, *joined)
+        return grouped_moe(config, every, *joined)
 
     calls: dict[str, Callable[[], Any]] = {"ours": ours, "theirs": theirs, "our graph": capture(ours)[0].replay}
     if hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm"):

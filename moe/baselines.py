@@ -1,4 +1,4 @@
-"""What Tileweave's layer is compared with: the truth in fp64, and a good torch.distributed layer."""
+"""What Tileweave's layer is compared with: the truth in fp64, and good layers of plain torch, for ranks or one GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tileweave.errors import ArgumentError
 from tileweave.moe.config import local_experts
+from tileweave.moe.routing_device import count_experts
 
 if TYPE_CHECKING:
     from tileweave.moe.config import Activation, ExpertWeights, MoEConfig
@@ -258,3 +259,40 @@ class GlooMoE:
         if kept is None or kept.shape[0] < num_rows:
             kept = self._buffers[name] = torch.empty(num_rows, self.config.hidden, dtype=self.config.dtype)
         return kept[:num_rows]
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of `x` up to `ends[e]` times the transpose of `weight[e]`; torch's grouped product where there is one."""
+    found = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if found is not None and x.dtype == torch.bfloat16 and x.is_cuda:
+        product: torch.Tensor = found(x, weight.transpose(-2, -1), offs=ends)
+        return product
+    out = x.new_empty((len(x), weight.shape[1]))
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
+        start = end
+    return out
+
+
+def grouped_moe(
+    config: MoEConfig, weights: ExpertWeights, x: torch.Tensor, index: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """The layer as a user of torch writes it on one GPU: sort, two grouped products, weighted sum.
+
+    x `[num_tokens, hidden]`; index, scale `[num_tokens, num_topk]`, without unused slots. Gated experts, all of them
+    in `weights`; nothing is read back to the host where torch has a grouped product.
+    """
+    flat = index.reshape(-1)
+    order = flat.argsort(stable=True)
+    expert = flat[order]
+    ends = count_experts(index, config.num_experts).cumsum(0).int()
+    projected = grouped_product(x[order // config.num_topk], weights.gate_up, ends)
+    if weights.gate_up_bias is not None:
+        projected += weights.gate_up_bias[expert]
+    gate, up = projected.chunk(2, 1)
+    result = grouped_product(activate(gate, config.activation).mul_(up), weights.down, ends)
+    if weights.down_bias is not None:
+        result += weights.down_bias[expert]
+    back = torch.empty_like(result).index_copy_(0, order, result).view(*index.shape, config.hidden)
+    return (back * scale.to(config.dtype).unsqueeze(-1)).sum(1)

@@ -273,17 +273,18 @@ def test_a_guarded_extent_is_not_evaluated_outside_its_guard(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+def scaling(factor: float) -> tw.CompiledKernel:
+    @tw.kernel
+    def scale(x: tw.Tensor, factor: float) -> None:
+        @tw.task(grid={})
+        def body() -> None:
+            tw.store(x, tw.ds(0, 4), tw.load(x, tw.ds(0, 4)) * factor)
+
+    return tw.compile(scale, tw.Tensor((4,)), factor, world_size=2)
+
+
 def test_ranks_that_launch_different_kernels_are_told() -> None:
-    def make(factor: float) -> tw.CompiledKernel:
-        @tw.kernel
-        def scale(x: tw.Tensor, factor: float) -> None:
-            @tw.task(grid={})
-            def body() -> None:
-                tw.store(x, tw.ds(0, 4), tw.load(x, tw.ds(0, 4)) * factor)
-
-        return tw.compile(scale, tw.Tensor((4,)), factor, world_size=2)
-
-    kernels = make(2.0), make(3.0)
+    kernels = scaling(2.0), scaling(3.0)
 
     def rank(group: tw.Group) -> tuple[str, float]:
         x = np.ones(4, np.float32)
@@ -303,16 +304,7 @@ def test_ranks_that_launch_different_kernels_are_told() -> None:
 
 
 def test_a_rank_that_loads_one_kernel_while_another_launches_one_is_told() -> None:
-    def make(factor: float) -> tw.CompiledKernel:
-        @tw.kernel
-        def scale(x: tw.Tensor, factor: float) -> None:
-            @tw.task(grid={})
-            def body() -> None:
-                tw.store(x, tw.ds(0, 4), tw.load(x, tw.ds(0, 4)) * factor)
-
-        return tw.compile(scale, tw.Tensor((4,)), factor, world_size=2)
-
-    kernels = make(2.0), make(3.0)
+    kernels = scaling(2.0), scaling(3.0)
 
     def rank(group: tw.Group) -> str:
         x = np.ones(4, np.float32)

@@ -23,14 +23,13 @@ from benchmarks.gpu_check import (
     fitting,
     main,
     parse,
-    plain_torch,
     random_batch,
     random_layer,
     section,
     with_section,
 )
 from tileweave.codegen.gpu.machine import Seen, gpu_problem
-from tileweave.moe.baselines import reference_moe
+from tileweave.moe.baselines import grouped_moe, reference_moe
 from tileweave.moe.config import MoEConfig
 from tileweave.moe.models import MODELS
 
@@ -125,12 +124,12 @@ def test_errors_are_relative_to_the_largest_value() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
-def test_plain_torch_is_the_layer(bias: bool, routing: str) -> None:
+def test_the_grouped_layer_is_the_layer(bias: bool, routing: str) -> None:
     config = MoEConfig(hidden=32, intermediate=16, num_experts=6, num_topk=3, bias=bias)
     weights = random_layer(config, range(6), "cpu")
     x, index, scale = random_batch(config, [9, 0, 4], routing, "cpu").joined()
     assert all(len(set(row)) == 3 for row in index.tolist())
-    got = plain_torch(config, weights, x, index, scale)
+    got = grouped_moe(config, weights, x, index, scale)
     torch.testing.assert_close(got.double(), reference_moe(x, index, scale, weights, config), atol=1e-5, rtol=0)
 
 
