@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from tileweave.codegen.lower import Lowered
 from tileweave.codegen.report import KernelReport, disassemble
-from tileweave.compiler.bounds import upper_bound
+from tileweave.compiler.bounds import interval
 from tileweave.compiler.config import GpuConfig
 from tileweave.compiler.cost import task_cost
 from tileweave.errors import ConfigError
+from tileweave.primitives.expr import Dim, Expr, TableRead, walk
 
 if TYPE_CHECKING:
     from tileweave.codegen.tilelang.build import GpuBinary
@@ -108,18 +109,29 @@ def print_report(report: KernelReport, target: Target, warps: int, what: str) ->
     lines = [
         f"{report.name} for {what}",
         f"  {use}, {report.shared_bytes:,} bytes of shared memory",
-        f"  {warps} warps, {target.gpu.stages} stages, {resident} worker{'' if resident == 1 else 's'} an SM",
-        f"  {head}{'FLOPs a tile':>14}{'bytes a tile':>14}",
+        f"  {warps} warps, {_count(target.gpu.stages, 'stage')}, {_count(resident, 'worker')} an SM",
+        f"  {head}{'FLOPs a tile':>16}{'bytes a tile':>16}",
     ]
     costs = {task.task.name: task_cost(task.task) for task in target.lowered.tasks}
     for name, part in report.tasks.items():
         cost = costs[name]
         lines.append(
             f"  {name:<16}{part.matrix:>7}{part.tma:>5}  {_widths(part.loads):<22}{_widths(part.copies):<16}"
-            f"{_widths(part.stores):<20}{upper_bound(cost.flops):>14,}{upper_bound(cost.traffic_bytes):>14,}"
+            f"{_widths(part.stores):<20}{_most(cost.flops):>16}{_most(cost.traffic_bytes):>16}"
         )
     lines.append("loads, async copies, stores: instructions x bytes a thread, of global memory; a tile: a full one")
     return "\n".join(lines) + "\n"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _most(expr: Expr) -> str:
+    """The highest value of a cost; `by size` where it grows with sizes or tables that only a launch knows."""
+    open_ended = [e for e in walk(expr) if isinstance(e, (Dim, TableRead))]
+    low, high = (interval(expr, dict.fromkeys(open_ended, (0, 1 << bits)))[1] for bits in (31, 32))
+    return f"{high:,}" if low == high else "by size"
 
 
 def _widths(counts: Mapping[int, int]) -> str:

@@ -142,10 +142,17 @@ def compile(  # noqa: A001, PLR0913, PLR0917  (the command's name; one parameter
     order: Annotated[Optional[str], typer.Option(help="Name of an order.")] = None,  # noqa: UP045
     queue: Annotated[Optional[Queue], typer.Option(help="Kind of queues.")] = None,  # noqa: UP045
     arch: Annotated[Arch, typer.Option(help="GPU that ptx, sass and report are for; none need be here.")] = Arch.sm_90,
-    through: Annotated[Through, typer.Option(help="Backend of ptx, sass and report.")] = Through.triton,
+    through: Annotated[
+        Optional[Through],  # noqa: UP045
+        typer.Option(help="Backend of ptx, sass and report.  [default: triton]", show_default=False),
+    ] = None,
+    stages: Annotated[Optional[int], typer.Option(min=1, max=8, help="Stages of main loops on a GPU.")] = None,  # noqa: UP045
     model: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="NAME", help="A kernel of tileweave.moe for this model's layer, such as DeepSeek-V3."),
+        typer.Option(
+            metavar="NAME",
+            help="A kernel of tileweave.moe for this model's layer, such as DeepSeek-V3; not for graph and schedule.",
+        ),
     ] = None,
 ) -> None:
     """Compile a kernel and print its program, tile graph, schedule, source, or what a GPU's compiler makes of it.
@@ -155,8 +162,9 @@ def compile(  # noqa: A001, PLR0913, PLR0917  (the command's name; one parameter
     with reported_errors():
         from tileweave.commands.compile import Overrides, Request, run_compile
 
-        changes = Overrides(workers, comm_workers, order, None if queue is None else queue.value)
-        run_compile(Request(kernel, emit.value, arch.value, through.value, world_size, model), changes, json)
+        changes = Overrides(workers, comm_workers, order, None if queue is None else queue.value, stages)
+        backend = None if through is None else through.value
+        run_compile(Request(kernel, emit.value, arch.value, backend, world_size, model), changes, json)
 
 
 @bench_app.command("cpu")

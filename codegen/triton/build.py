@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tileweave.codegen.lower import Lowered
+from tileweave.codegen.lower import Lowered, LoweredTask
 from tileweave.codegen.nvshmem import nvshmem_file
-from tileweave.codegen.report import KernelReport, SourceLines, check_shared_memory, report_of_cubin
+from tileweave.codegen.report import MAX_SHARED_BYTES, KernelReport, SourceLines, check_shared_memory, report_of_cubin
 from tileweave.codegen.triton.persistent import companion_name
+from tileweave.codegen.triton.shapes import block_shapes
 from tileweave.codegen.triton.source import load_kernel, write_source
 from tileweave.compiler.config import GpuConfig
-from tileweave.errors import BuildError, ConfigError
+from tileweave.errors import BuildError, CompileError, ConfigError
+from tileweave.primitives.ops import Dot, walk
 
 ARCHITECTURES = ("sm_90", "sm_100")
 COMPANION_WARPS = 8
@@ -54,7 +57,7 @@ def build(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
         ConfigError: the architecture is unknown.
         BuildError: Triton is missing, runs as an interpreter, or refuses the kernel.
     """
-    kernel = _Kernel(lowered.program.name, {t.task.name: f"run_{t.task.name}" for t in lowered.tasks})
+    kernel = _Kernel(lowered.program.name, lowered.tasks, "run")
     return _compile(lowered, gpu, arch, kernel, compile_options(gpu))
 
 
@@ -70,22 +73,29 @@ def build_companion(lowered: Lowered, gpu: GpuConfig, arch: str) -> Binary:
         raise ConfigError(f"kernel '{name}' has no companion: nothing leaves a node of topology '{topology.name}'")
     libraries = {"libnvshmem_device": str(nvshmem_file(f"libnvshmem_device_{arch}.bc"))}
     options = {"num_warps": COMPANION_WARPS, "extern_libs": libraries}
-    kernel = _Kernel(companion_name(lowered), {t.task.name: f"send_{t.task.name}" for t in lowered.companion.tasks})
+    kernel = _Kernel(companion_name(lowered), lowered.companion.tasks, "send")
     return _compile(lowered, gpu, arch, kernel, options)
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One kernel of an emitted module, and the function of each of its tasks."""
+    """One kernel of an emitted module, its tasks, and how the names of their functions begin."""
 
     name: str
-    functions: Mapping[str, str]
+    tasks: Sequence[LoweredTask]
+    verb: str
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """The function of each task."""
+        return {task.task.name: f"{self.verb}_{task.task.name}" for task in self.tasks}
 
 
 def _compile(lowered: Lowered, gpu: GpuConfig, arch: str, made: _Kernel, options: Mapping[str, Any]) -> Binary:
     name = made.name
     if arch not in ARCHITECTURES:
         raise ConfigError(f"arch={arch!r}: expected one of {', '.join(ARCHITECTURES)}")
+    _check_operands(made.tasks)
     kernel = load_kernel(lowered, gpu, name)
     import triton
     from triton.backends.compiler import GPUTarget
@@ -107,6 +117,27 @@ def _compile(lowered: Lowered, gpu: GpuConfig, arch: str, made: _Kernel, options
     check_shared_memory(name, shared_bytes)
     lines = _source_lines(made.functions, path)
     return Binary(name, arch, compiled.asm["ptx"], compiled.asm["cubin"], shared_bytes, options["num_warps"], lines)
+
+
+def _check_operands(tasks: Sequence[LoweredTask]) -> None:
+    """Refuse products that cannot fit, which Triton would be at for many minutes.
+
+    Raises:
+        CompileError: the two sides of a product are larger than shared memory.
+    """
+    for task in (lowered.task for lowered in tasks):
+        blocks = block_shapes(task)
+        for op in (op for op in walk(task.body) if isinstance(op, Dot)):
+            sides = [blocks.of[side.id] for side in (op.a, op.b)]
+            sizes = [side.dtype.itemsize_bytes for side in (op.a, op.b)]
+            needed = sum(math.prod(shape) * size for shape, size in zip(sides, sizes, strict=True))
+            if needed > MAX_SHARED_BYTES:
+                shapes = " by ".join(str(list(shape)) for shape in sides)
+                raise CompileError(
+                    f"task '{task.name}': a product of tiles {shapes} takes {needed:,} bytes of shared memory, but a "
+                    f"worker on a GPU has {MAX_SHARED_BYTES:,}; use smaller tiles, such as a depth of 64",
+                    op.location,
+                )
 
 
 def _source_lines(functions: Mapping[str, str], path: Path) -> SourceLines:

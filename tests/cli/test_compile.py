@@ -177,6 +177,38 @@ def test_a_model_through_tilelang() -> None:
     assert lines[2] == "  12 warps, 4 stages, 1 worker an SM"
 
 
+EXAMPLES = EXAMPLE.parent
+
+
+def test_products_larger_than_shared_memory_are_refused_at_their_line() -> None:
+    """At once: Triton would be at it for many minutes."""
+    pytest.importorskip("triton")
+    result = run(f"{EXAMPLES / '05_own_moe_kernel.py'}:gpt_oss_experts", "--emit", "report")
+    assert result.exit_code == 1
+    flat = " ".join(result.stderr.split())
+    assert "task 'gate_up': a product of tiles [32, 8192] by [8192, 128] takes 5,242,880 bytes of shared memory" in flat
+    assert "tw.dot(left, tw.load(weight, (*at, inner)).T, total)" in flat
+
+
+def test_fewer_stages() -> None:
+    pytest.importorskip("triton")
+    where = f"{EXAMPLE}:all_gather_gemm"
+    assert run(where, "--emit", "report", "--stages", 1).stdout.splitlines()[2].startswith("  8 warps, 1 stage, ")
+
+
+def test_costs_that_sizes_decide_have_no_figure() -> None:
+    pytest.importorskip("triton")
+    lines = run(f"{EXAMPLES / '04_gemm_reduce_scatter.py'}:gemm_reduce_scatter", "--emit", "report").stdout.splitlines()
+    assert re.split(r"\s{2,}", lines[4].strip())[-2:] == ["by size", "by size"]
+    assert re.split(r"\s{2,}", lines[5].strip())[-2:] == ["4,096", "24,576"]
+
+
+def test_through_without_effect_is_refused() -> None:
+    result = run(f"{EXAMPLE}:all_gather_gemm", "--emit", "cuda", "--through", "triton")
+    assert result.exit_code == 1
+    assert "--through is for --emit ptx, sass and report; --emit cuda is of one backend" in result.stderr
+
+
 def test_a_model_that_is_not_known() -> None:
     result = run("tileweave.moe.kernels:moe_layer", "--model", "gpt-9", "--emit", "report")
     assert result.exit_code == 1

@@ -87,19 +87,21 @@ def test_unknown_backends_and_architectures() -> None:
         build(kernel.lowered, GpuConfig(), "sm_1")
     text = r"kernel 'product' needs [\d,]+ bytes of shared memory, but a worker can have 232,448; use smaller"
     with pytest.raises(tw.errors.BuildError, match=text):
-        build(huge().lowered, GpuConfig(), "sm_90")
+        build(huge(128).lowered, GpuConfig(stages=4), "sm_90")
+    with pytest.raises(tw.errors.CompileError, match=r"a product of tiles \[256, 512\] by \[512, 256\] takes 524,288"):
+        build(huge(512).lowered, GpuConfig(), "sm_90")
 
 
-def huge() -> tw.CompiledKernel:
-    """A product whose operands exceed shared memory."""
+def huge(depth: int) -> tw.CompiledKernel:
+    """A product whose operands exceed shared memory, one pair alone from a depth of 512 on."""
 
     @tw.kernel
     def product(x: tw.Tensor, out: tw.Tensor) -> None:
         @tw.task(grid={})
         def body() -> None:
             total = tw.zeros((256, 256))
-            for k in tw.range(0, 1024, 512):
-                inner = tw.ds(k, 512)
+            for k in tw.range(0, 1024, depth):
+                inner = tw.ds(k, depth)
                 left = tw.load(x, (tw.ds(0, 256), inner))
                 tw.dot(left, tw.load(x, (tw.ds(0, 256), inner)).T, total)
             tw.store(out, (tw.ds(0, 256), tw.ds(0, 256)), total)

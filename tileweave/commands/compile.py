@@ -38,6 +38,7 @@ class Overrides:
     comm_workers: int | None = None
     order: str | None = None
     queue: str | None = None
+    stages: int | None = None
 
     def apply(self, config: Config) -> Config:
         """`config` with the given fields replaced.
@@ -46,20 +47,21 @@ class Overrides:
             ConfigError: the result is out of range.
         """
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return dataclasses.replace(config, **given)
+        stages = given.pop("stages", config.gpu.stages)
+        return dataclasses.replace(config, gpu=dataclasses.replace(config.gpu, stages=stages), **given)
 
 
 @dataclass(frozen=True)
 class Request:
     """What to compile and what to show of it: `target` names a kernel, `model` the layer that it is compiled for.
 
-    `through` is the backend whose machine code is shown.
+    `through` is the backend whose machine code is shown, None = Triton's.
     """
 
     target: str
     emit: str
     arch: str = "sm_90"
-    through: str = "triton"
+    through: str | None = None
     world_size: int | None = None
     model: str | None = None
 
@@ -71,6 +73,8 @@ def run_compile(request: Request, changes: Overrides, json_path: Path | None) ->
         ArgumentError: `target` names no kernel that has a case.
         TileweaveError: the kernel does not compile, or fails a check.
     """
+    if request.through is not None and request.emit not in ("ptx", "sass", "report"):
+        raise ArgumentError(f"--through is for --emit ptx, sass and report; --emit {request.emit} is of one backend")
     case = find_case(request.target, request.world_size) if request.model is None else None
     kernel = _for_model(request, changes) if case is None else _of_case(case, changes)
     emit = request.emit
@@ -222,6 +226,7 @@ def _text(kernel: CompiledKernel, analysis: Analysis | None, request: Request) -
     if emit in BACKENDS:
         return kernel.source(emit)
     if emit in GPU_TEXTS:
-        return binary_text(emit, Target(kernel.lowered, kernel.config.gpu, request.arch), request.through)
+        target = Target(kernel.lowered, kernel.config.gpu, request.arch)
+        return binary_text(emit, target, request.through or "triton")
     assert analysis is not None
     return str(analysis.graph if emit == "graph" else analysis.queues)
